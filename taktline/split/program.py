@@ -48,12 +48,12 @@ def replaced(template: Any, change: Callable[[Value], Any]) -> Any:
 class Writer:
     """Writes the function of a stage."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(self, record: Record, *, checks: bool = False) -> None:
+        self.record, self.checks = record, checks
         self.constants: dict[str, Any] = {
             "checkpoint": checkpoint, "torch": torch, "captured": _captured,
             "attribute": _attribute, "at_path": at_path, "require_same": require_same,
-            "tensor_of": _tensor_of, "Object": Object, "differs": differs,
+            "tensor_of": _tensor_of, "check_type": _check_type, "Object": Object, "differs": differs,
         }  # fmt: skip
         self.lines: list[str] = []
         self.depth = 1
@@ -210,6 +210,15 @@ class Writer:
         for extra in step.extras:
             if extra.where == "attribute":
                 self._attribute(target, extra)
+        if self.checks and step.kind is Kind.UNIT:
+            self.check(step.makes)
+
+    def check(self, values: Sequence[Value]) -> None:
+        """Write a comparison of the types of values with those that were recorded."""
+        for value in values:
+            dtype = self.record.metas[value][1]
+            if dtype.is_floating_point:
+                self.write(f"check_type(v{value.number}, {dtype})")
 
     def _attribute(self, target: str, extra: Extra) -> None:
         path = self.constant(extra.path)
@@ -282,14 +291,17 @@ def _places(template: Any, path: Any = ()) -> list[tuple[Any, Value]]:
 
 
 def write_stage(
-    record: Record, plan: StagePlan, rest: frozenset[Value] | None
+    record: Record, plan: StagePlan, rest: frozenset[Value] | None, *, checks: bool = False
 ) -> Callable[..., Any]:
     """The function of a stage, of the stage's module, received values and arguments.
 
-    ``rest`` are the arguments that later stages need; None for the last stage.
+    ``rest`` are the arguments that later stages need; None for the last stage. With ``checks`` it
+    raises :class:`OtherTypes` if a unit returns another type than it did in the record.
     """
-    writer = Writer(record)
+    writer = Writer(record, checks=checks)
     _begin(writer, plan, plan.received)
+    if checks:
+        writer.check(plan.received)
     wanted = set(plan.sent) | (set(parts_in(record.result, Value)) if rest is None else set())
     writer.steps(plan.steps, wanted)
     if rest is None:
@@ -334,6 +346,19 @@ def _begin(writer: Writer, plan: StagePlan, received: Sequence[Value]) -> None:
 
 class Differs(Exception):
     """A number that the forward reads from its arguments is not the one that was recorded."""
+
+
+class OtherTypes(Exception):
+    """A unit returns another type than in the record, as one in FSDP does."""
+
+    def __init__(self, recorded: torch.dtype, found: torch.dtype) -> None:
+        super().__init__(recorded, found)
+        self.recorded, self.found = recorded, found
+
+
+def _check_type(value: Any, dtype: torch.dtype) -> None:
+    if isinstance(value, torch.Tensor) and value.dtype is not dtype:
+        raise OtherTypes(dtype, value.dtype)
 
 
 def differs(found: Any, expected: Any) -> None:

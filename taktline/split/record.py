@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -27,7 +27,7 @@ from taktline.split.nested import Path, mapped, tensors_with_paths, walk
 from taktline.split.operations import OperationCounter
 from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, State, Step, Value
 from taktline.split.user_code import line_of_user
-from taktline.split.without_data import Fakes, NeedsData, is_transformed, no_data
+from taktline.split.without_data import Fakes, NeedsData, built, is_transformed, no_data
 from taktline.split.patches import patched
 
 _METADATA = frozenset(
@@ -41,16 +41,24 @@ _METADATA = frozenset(
     "can_cast __dir__ get_default_dtype set_autocast_enabled is_xla has_names".split()
 )
 """Functions that read what a kind of call has in common, and nothing else."""
+_SIZES = frozenset("shape size numel nelement __len__ stride nbytes".split())
 _EFFECTS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
+Casts = Mapping[torch.dtype, torch.dtype]
 _lock = threading.RLock()
 
 
 class Recorder(TorchFunctionMode):
     """Records one forward."""
 
-    def __init__(self, empty: EmptyModel, fakes: Fakes, devices: tuple[str, ...]) -> None:
+    def __init__(
+        self, empty: EmptyModel, fakes: Fakes, devices: tuple[str, ...], casts: Casts
+    ) -> None:
         super().__init__()
         self.empty, self.fakes, self.devices = empty, fakes, devices
+        self.casts = casts
+        """The types that units return, where they differ from those of the empty model."""
+        self.sized: set[int] = set()
+        """The tensors whose sizes depend on data."""
         self.is_inside = False
         """Whether a unit or a function runs, whose own calls are not steps."""
         self.thread = threading.get_ident()
@@ -171,13 +179,19 @@ class Recorder(TorchFunctionMode):
 
     def function(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Call a function of the forward, and record it."""
+        with self._unrecorded():
+            return self._function(func, args, kwargs)
+
+    def _function(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         given = [tensor for _, tensor in tensors_with_paths((args, kwargs))]
         name = _name_of(func)
         if name in _METADATA and given:
+            if name in _SIZES and any(id(tensor) in self.sized for tensor in given):
+                raise self._needs_data(func, name)
             return func(*args, **kwargs)
         template = self.template((args, kwargs)) if given else (args, kwargs)
         before = self._random_state() if self.fakes.have_data(given) else None
-        with self._unrecorded(), self.fakes.noting_writes(given) as writes:
+        with self.fakes.noting_writes(given) as writes:
             try:
                 output = self.fakes.run(func, args, kwargs, given)
             except NeedsData as error:
@@ -194,6 +208,8 @@ class Recorder(TorchFunctionMode):
         step.draws = draws or name in _EFFECTS or bool(kwargs.get("generator"))
         is_free = not step.draws and not any(v in self.unknown for v in step.reads)
         step.output = mapped(output, self.reference_new(step, name))
+        if any(id(tensor) in self.sized for tensor in given):
+            self.sized.update(id(tensor) for tensor in tensors)
         if not is_free:
             self.unknown.update(step.makes)
         elif given and tensors and not writes:
@@ -266,9 +282,13 @@ class Recorder(TorchFunctionMode):
         """Call a unit without data, and record it."""
         if self.is_inside or not self.is_here():
             return call(*args, **kwargs)
+        with self._unrecorded():
+            return self._unit(module, call, args, kwargs)
+
+    def _unit(self, module: nn.Module, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         name = self.unit_names[id(module)]
         template = self.template((args, kwargs))
-        step = self._add(Kind.UNIT, name, *template)
+        step, count = self._add(Kind.UNIT, name, *template), len(self.values)
         step.call = self.calls[name]
         self.calls[name] += 1
         self.last_step.pop(name, None)
@@ -276,24 +296,41 @@ class Recorder(TorchFunctionMode):
         self.inner_calls.clear()
         given = [tensor for _, tensor in tensors_with_paths((args, kwargs))]
         buffers = [(b, b._version) for b in module.buffers()]
-        with self._unrecorded(), self.fakes.noting_writes(given) as writes:
+        with self.fakes.noting_writes(given) as writes:
             output = self._run_unit(step, module, call, args, kwargs)
         step.writes = frozenset(writes)
         if any(buffer._version != version for buffer, version in buffers):
             self.changes_buffers.add(name)
         step.output = self._unit_output(step, output)
-        self._note_arguments(step, template, (args, kwargs))
-        self.unknown.update(step.makes)
+        self._note_arguments(step, (args, kwargs))
+        self.unknown.update(value for value in step.makes if value.number >= count)
         return self.fakes.restored(output)
 
     def _run_unit(self, step: Step, module: Any, call: Any, args: Any, kwargs: Any) -> Any:
         counter = self.counter
         before = counter.flops + counter.elements if counter else 0
+        back = {after: before for before, after in self.casts.items()}
+        if back:
+            args, kwargs = self._cast((args, kwargs), back)
         with counter or nullcontext():
-            output = self.fakes.run_unit(module, call, args, kwargs)
+            output, is_sized = self.fakes.run_unit(module, call, args, kwargs)
         if counter:
             self.costs[Cut(step.target, step.call)] = counter.flops + counter.elements - before
+        if self.casts:
+            output = self._cast(output, self.casts)
+        if is_sized:
+            self.is_sized = True
+            self.sized.update(id(tensor) for _, tensor in tensors_with_paths(output))
         return output
+
+    def _cast(self, nested: Any, casts: Mapping[torch.dtype, torch.dtype]) -> Any:
+        """Nested values with tensors of other types."""
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            wanted = casts.get(tensor.dtype)
+            return tensor if wanted is None else self.fakes.as_fake(tensor).to(wanted)
+
+        return built(mapped(nested, cast))
 
     def _unit_output(self, step: Step, output: Any) -> Any:
         def reference(tensor: torch.Tensor) -> Any:
@@ -305,7 +342,7 @@ class Recorder(TorchFunctionMode):
 
         return mapped(output, reference)
 
-    def _note_arguments(self, step: Step, before: Any, given: Any) -> None:
+    def _note_arguments(self, step: Step, given: Any) -> None:
         """Find tensors that a unit has put into lists and dicts among its arguments."""
         for path, tensor in tensors_with_paths(given):
             tensor = self.fakes.original(tensor)
@@ -367,7 +404,9 @@ class _Recorded(Aside):
 
     def _note(self, target: Any, args: Args, output: Any = None) -> None:
         recorder = self._recorder
-        if not recorder.is_inside:
+        if recorder.is_inside:
+            return
+        with recorder._unrecorded():
             step = recorder._add(Kind.CALL, target, *recorder.template((args, {})))
             step.draws = True
             if output is not None:
@@ -380,11 +419,12 @@ class _Recorded(Aside):
 
     def get(self, name: str) -> torch.Tensor:
         found = super().get(name)
-        if not self._recorder.is_inside:
+        if self._recorder.is_inside:
+            return found
+        with self._recorder._unrecorded():
             made = found.view_as(found)
-            self._note(_get, (name,), made)
-            return made
-        return found
+        self._note(_get, (name,), made)
+        return made
 
     def add(self, loss: torch.Tensor) -> None:
         super().add(loss)
@@ -410,7 +450,10 @@ def _add_loss(loss: torch.Tensor) -> None:
 
 
 def record(
-    empty: EmptyModel, call: Call, counter: OperationCounter | None = None
+    empty: EmptyModel,
+    call: Call,
+    counter: OperationCounter | None = None,
+    casts: Casts | None = None,
 ) -> tuple[Record, dict[Cut, int]]:
     """Run the forward of a model once with these arguments; also counts operations of units."""
     from taktline.split.arguments import device_of
@@ -421,7 +464,7 @@ def record(
     with _lock, keep_generators([device]), no_data(), torch.compiler.set_stance("force_eager"):
         fakes = Fakes(device)
         with empty.filled(fakes.filled):
-            recorder = Recorder(empty, fakes, devices)
+            recorder = Recorder(empty, fakes, devices, casts or {})
             recorder.counter = counter
             modes = Modes.now(devices)
             args, kwargs = mapped_arguments(call, fakes.argument)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -19,7 +20,8 @@ from taktline.split.cut import Placement, StagePlan
 from taktline.split.empty_model import EmptyModel, joined
 from taktline.split.hugging_face import without_cache
 from taktline.split.kinds import Latest, key_of
-from taktline.split.program import Differs, write_guards, write_stage
+from taktline.split.program import Differs, OtherTypes, write_guards, write_stage
+from taktline.split.record import Casts
 from taktline.split.repeat import record_twice
 from taktline.split.steps import Cut, Modes, Record
 from taktline.split.without_data import has_data
@@ -60,7 +62,13 @@ class CutModel:
         return len(self.cuts) + 1
 
     def learn(
-        self, key: Any, call: Call, training: bool, place: int, record: Record | None = None
+        self,
+        key: Any,
+        call: Call,
+        training: bool,
+        place: int,
+        record: Record | None = None,
+        casts: Casts | None = None,
     ) -> Known:
         """Record a call of a kind; ``place`` is how many of that kind are known to differ."""
         with self._lock:
@@ -69,7 +77,7 @@ class CutModel:
                 return found[place]
             if self.empty.model.training != training:
                 self.empty.model.train(training)
-            record = record or record_twice(self.empty, call)[0]
+            record = record or record_twice(self.empty, call, None, casts)[0]
             known = Known(record, Placement(record, self.cuts, self.empty.kind.__name__).plans())
             if self.homes:
                 self._require_at_home(known)
@@ -94,11 +102,34 @@ class CutModel:
                     )
 
 
-class _Program(NamedTuple):
+class _Program:
     """How one stage runs calls of a kind."""
 
-    guards: Callable[..., Any] | None
-    run: Callable[..., Any]
+    def __init__(self, known: Known, stage: int) -> None:
+        record, plan = known.record, known.plans[stage]
+        rest = known.plans[stage + 1].arguments if stage + 1 < len(known.plans) else None
+        self.guards = write_guards(record, plan)
+        self.run = write_stage(record, plan, rest)
+        self.first = write_stage(record, plan, rest, checks=True)
+        self.is_checked = False
+
+    def holds(self, module: nn.Module, tensors: list[Any]) -> bool:
+        """Whether the forward reads the same numbers from these arguments."""
+        if self.guards is None:
+            return True
+        try:
+            self.guards(module, (), tensors)
+        except Differs:
+            return not has_data(tensors)  # as in a run that only counts
+        return True
+
+    def call(self, module: nn.Module, received: tuple[Any, ...], tensors: list[Any]) -> Any:
+        """Run the stage; the first time, compare types."""
+        if self.is_checked:
+            return self.run(module, received, tensors)
+        output = self.first(module, received, tensors)
+        self.is_checked = True
+        return output
 
 
 class StageRunner:
@@ -107,7 +138,8 @@ class StageRunner:
     def __init__(self, cut: CutModel, stage: int) -> None:
         self.cut, self.stage = cut, stage
         self._programs: Latest[list[_Program]] = Latest()
-        self._devices: tuple[str, ...] = ("cpu",)
+        self._casts: dict[torch.dtype, torch.dtype] = {}
+        """The types that units return, where they differ from those of the record."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageRunner:
         return self
@@ -132,21 +164,19 @@ class StageRunner:
         if programs is None:
             programs = [self._learn(key, call, module.training, 0)]
             self._programs.keep(key, programs)
-        place = 0
-        while True:
-            guards, run = programs[place]
-            if guards is None:
-                return run(module, received, tensors)
-            try:
-                guards(module, received, tensors)
-            except Differs:
-                if not has_data(tensors):  # a run that only counts
-                    return run(module, received, tensors)
-                place += 1
-                if place == len(programs):
-                    programs.append(self._learn(key, call, module.training, place))
-                continue
-            return run(module, received, tensors)
+        for place in count():
+            if place == len(programs):
+                programs.append(self._learn(key, call, module.training, place))
+            if programs[place].holds(module, tensors):
+                break
+        try:
+            return programs[place].call(module, received, tensors)
+        except OtherTypes as other:
+            if self._casts.get(other.recorded) is other.found:
+                raise
+            self._casts = {**self._casts, other.recorded: other.found}
+            self._programs.clear()
+        return self.run(module, args, kwargs)
 
     def _received(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Call]:
         """The values from the stage before, and the arguments of the model."""
@@ -161,12 +191,9 @@ class StageRunner:
         return args[0], (args[1], args[2])
 
     def _learn(self, key: Any, call: Call, training: bool, place: int) -> _Program:
-        known = self.cut.learn(key, call, training, place)
-        plan = known.plans[self.stage]
-        rest = None if self.is_last else known.plans[self.stage + 1].arguments
-        return _Program(
-            write_guards(known.record, plan), write_stage(known.record, plan, rest)
-        )
+        key = (*key, *self._casts.items())
+        known = self.cut.learn(key, call, training, place, casts=self._casts)
+        return _Program(known, self.stage)
 
 
 def _devices_of(tensors: Sequence[Any]) -> tuple[str, ...]:

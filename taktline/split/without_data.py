@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
+from taktline.errors import PartitionError
 from taktline.split.kinds import Absent
 from taktline.split.nested import Node, Object, mapped, tensors_with_paths
 
@@ -103,12 +104,20 @@ class Fakes:
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in self._fakes:
-            fake = self.mode.from_tensor(tensor)
+            fake = self._new_fake(tensor)
             self._fakes[id(tensor)] = fake
             self._originals[id(fake)] = tensor
             self._kept += [tensor, fake]
             self._same[fake.untyped_storage()._cdata] = self.memory(tensor)
         return self._fakes[id(tensor)]
+
+    def _new_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_nested:
+            raise PartitionError(
+                "a nested tensor cannot go from stage to stage; return its values() and offsets()"
+            )
+        fake = self.mode.from_tensor(tensor.detach())
+        return fake.requires_grad_() if tensor.requires_grad else fake
 
     def original(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor with data that one without data stands for, or that itself."""
@@ -124,7 +133,7 @@ class Fakes:
         """Call a function, with data if all that it gets has some."""
         if self.have_data(given):
             return func(*args, **kwargs)
-        args, kwargs = _built(mapped((args, kwargs), self.as_fake))
+        args, kwargs = built(mapped((args, kwargs), self.as_fake))
         return self.restored(func(*args, **kwargs))
 
     def restored(self, output: Any) -> Any:
@@ -132,7 +141,7 @@ class Fakes:
         if isinstance(output, torch.Tensor):
             return self.original(output)
         if any(id(tensor) in self._originals for _, tensor in tensors_with_paths(output)):
-            return _built(mapped(output, self.original))
+            return built(mapped(output, self.original))
         return output
 
     @contextmanager
@@ -160,8 +169,8 @@ class Fakes:
         """Whether the data of its arguments decides the shape of what a function returns."""
         try:
             with torch.no_grad(), self.mode:
-                func(*_built(mapped(args, self.mode.from_tensor)),
-                     **_built(mapped(kwargs, self.mode.from_tensor)))
+                func(*built(mapped(args, self._new_fake)),
+                     **built(mapped(kwargs, self._new_fake)))
         except NeedsData:
             return True
         except Exception:
@@ -170,18 +179,38 @@ class Fakes:
 
     def run_unit(
         self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Call a unit without data, or else with made-up data, such as one that sorts tokens."""
+    ) -> tuple[Any, bool]:
+        """Call a unit without data; returns whether the sizes of its output depend on data, too.
+
+        What needs data runs on ones, and once more on zeros. If that fails, the unit runs with
+        made-up data, such as one that sorts tokens.
+        """
         try:
-            with self.mode, _Filled(self):
-                return self._run_unit(call, args, kwargs)
+            with self.mode, _Filled(self, 1) as filled:
+                output = self._run_unit(call, args, kwargs)
+            return output, filled.used and self._is_sized(output, call, args, kwargs)
+        except PartitionError:
+            raise
         except Exception as error:
             # Whatever a module raises that needs data; if it fails with data, too, that counts.
             first = error
         try:
-            return self._run_with_data(module, call, args, kwargs)
+            return self._run_with_data(module, call, args, kwargs), False
+        except PartitionError:
+            raise
         except Exception as error:
             raise error from first
+
+    def _is_sized(self, output: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Whether an output has other sizes if other numbers are in what it is made of."""
+        try:
+            with self.mode, _Filled(self, 0), torch.no_grad():
+                given = built(mapped((args, kwargs), lambda one: self.as_fake(one).clone()))
+                other = call(*given[0], **given[1])
+        except Exception:
+            return False
+        one, two = tensors_with_paths(output), tensors_with_paths(other)
+        return [t.shape for _, t in one] != [t.shape for _, t in two]
 
     def _run_with_data(
         self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
@@ -202,7 +231,7 @@ class Fakes:
                 for key, tensor in table.items():
                     if isinstance(tensor, torch.Tensor):
                         table[key] = real(tensor)
-            new_args, new_kwargs = _built(mapped((args, kwargs), real))
+            new_args, new_kwargs = built(mapped((args, kwargs), real))
             output = call(*new_args, **new_kwargs)
         finally:
             for table, items in zip(tables, before, strict=True):
@@ -213,15 +242,15 @@ class Fakes:
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             known = fakes.get(back.get(id(tensor), 0))
-            return self.mode.from_tensor(tensor.detach()) if known is None else known
+            return self._new_fake(tensor.detach()) if known is None else known
 
-        return _built(mapped(output, fake))
+        return built(mapped(output, fake))
 
     def _run_unit(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         real = [t for _, t in tensors_with_paths((args, kwargs)) if not isinstance(t, FakeTensor)]
         if not real:
             return call(*args, **kwargs)
-        new_args, new_kwargs = _built(mapped((args, kwargs), self.as_fake))
+        new_args, new_kwargs = built(mapped((args, kwargs), self.as_fake))
         output = call(*new_args, **new_kwargs)
         _follow((args, kwargs), (new_args, new_kwargs))
         return output
@@ -242,40 +271,47 @@ def _follow(old: Any, new: Any) -> None:
             _follow(old[key], new.get(key))
 
 
-def _built(template: Any) -> Any:
+def built(template: Any) -> Any:
     """The nested value that a template describes, with the parts that are in it."""
     if isinstance(template, Object):
-        return Object(template.kind, {k: _built(v) for k, v in template.attributes.items()}).build()
+        return Object(template.kind, {k: built(v) for k, v in template.attributes.items()}).build()
     if isinstance(template, Node):
-        return Node(template.spec, [_built(part) for part in template.parts]).build()
+        return Node(template.spec, [built(part) for part in template.parts]).build()
     kind = type(template)
     if kind is tuple:
-        return tuple([_built(part) for part in template])
+        return tuple([built(part) for part in template])
     if kind is list:
-        return [_built(part) for part in template]
+        return [built(part) for part in template]
     if kind is dict:
-        return {key: _built(part) for key, part in template.items()}
+        return {key: built(part) for key, part in template.items()}
     return template
 
 
 class _Filled(TorchDispatchMode):
-    """Runs on zeros what cannot run without data."""
+    """Runs on one number everywhere what cannot run without data."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, fakes: Fakes) -> None:
+    def __init__(self, fakes: Fakes, number: int) -> None:
         super().__init__()
-        self._fakes = fakes
+        self._fakes, self._number = fakes, number
+        self.used = False
+        """Whether anything needed data."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
             return func(*args, **kwargs)
         except RuntimeError:
+            self.used = True
             with unset_fake_temporarily():
-                args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
+                args, kwargs = pytree.tree_map_only(torch.Tensor, self._full, (args, kwargs))
                 output = func(*args, **kwargs)
             return pytree.tree_map_only(torch.Tensor, self._fakes.mode.from_tensor, output)
+
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+        shape, number = tuple(tensor.shape), self._number
+        return torch.full(shape, number, dtype=tensor.dtype, device=tensor.device)
 
 
 def _made_up(tensor: torch.Tensor) -> torch.Tensor:
@@ -286,7 +322,3 @@ def _made_up(tensor: torch.Tensor) -> torch.Tensor:
     else:
         made = torch.randn(shape, device=device).mul_(0.02).to(tensor.dtype)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
