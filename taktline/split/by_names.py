@@ -14,7 +14,7 @@ from taktline import pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
 from taktline.split.arguments import Call, arguments_of, tensors_in
-from taktline.split.empty_model import EmptyModel, joined, units_of
+from taktline.split.empty_model import EmptyModel, joined, require_plain, units_of
 from taktline.split.hugging_face import without_cache, without_padding
 from taktline.split.kinds import key_of
 from taktline.split.recorded_stage import CutModel, Known, make_stage
@@ -59,6 +59,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     if not all(isinstance(cut, str) for cut in given):
         refuse("cuts", _CUTS, cuts, PartitionError)
     starts = checked_cuts(model, given)
+    require_plain(model, starts)
     empty = EmptyModel(model, list(units_of(model, starts)))
     if example is not None:
         return pieces_of(model, empty, starts, example_call(model, as_call(model, example)))

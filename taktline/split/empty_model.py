@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from taktline.errors import PartitionError
 from taktline.split.steps import Cut
 from taktline.stage.names import unwrapped
 
@@ -67,6 +68,23 @@ def units_of(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, nn.Module]:
 def has_hooks(module: nn.Module) -> bool:
     """Whether any module in a module has hooks of its forward or backward."""
     return any(getattr(part, name, None) for part in module.modules() for name in HOOKS)
+
+
+def require_plain(model: nn.Module, cuts: Sequence[Cut]) -> None:
+    """Raise if a module that is cut has hooks, or another forward than its class."""
+    for name in sorted(containers_of(model, cuts)):
+        module = model.get_submodule(name)
+        who = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+        if any(getattr(module, table, None) for table in HOOKS):
+            raise PartitionError(
+                f"{who} has a hook, but is cut: it runs once, while it is recorded, and no stage "
+                "calls it; use a hook of a submodule that is in one stage"
+            )
+        if "forward" in vars(module):
+            raise PartitionError(
+                f"the forward of {who} was replaced on this object, by one that may refer to the "
+                "whole model; cut the model before its forward is wrapped"
+            )
 
 
 class EmptyModel:

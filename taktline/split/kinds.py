@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from taktline import pytree
+from taktline.split.nested import is_object
 
 Found = TypeVar("Found")
 
@@ -50,9 +51,11 @@ def key_of(value: Any, tensors: list[Any]) -> Any:
         return (kind, value)
     if kind is slice:
         return (kind, key_of((value.start, value.stop, value.step), tensors))
+    if is_object(value) and kind not in pytree.SUPPORTED_NODES:
+        return (kind, *[(key, key_of(part, tensors)) for key, part in vars(value).items()])
     leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: type(part) is Absent)
     if spec.is_leaf():
-        return kind
+        return value  # compared by its own equality
     return (spec, *[key_of(leaf, tensors) for leaf in leaves])
 
 

@@ -7,7 +7,7 @@ a tensor in it: a dataclass, a cache of keys and values, a state that blocks han
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -99,10 +99,23 @@ def at_path(value: Any, path: Path) -> Any:
     return value
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def objects_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """All objects in a nested value, with their attributes."""
+    if id(value) in around:
+        return
+    if is_object(value):
+        yield value, dict(vars(value))
+    for _, part in children_of(value) or ():
+        yield from objects_in(part, (*around, id(value)))
+
+
+def mapped(
+    value: Any, change: Callable[[torch.Tensor], Any], opened: Container[int] = ()
+) -> Any:
     """A copy of a nested value with tensors replaced, or the value itself if there are none.
 
-    Objects become :class:`Object`, and containers of pytree :class:`Node`, if they have tensors.
+    Objects become :class:`Object`, and containers of pytree :class:`Node`, if they have tensors, or
+    if their ids are ``opened``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -111,30 +124,30 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return value
     kind = type(value)
     if kind is dict:
-        return {key: mapped(part, change) for key, part in value.items()}
+        return {key: mapped(part, change, opened) for key, part in value.items()}
     if kind is list:
-        return [mapped(part, change) for part in value]
+        return [mapped(part, change, opened) for part in value]
     if kind is tuple:
-        return tuple([mapped(part, change) for part in value])
+        return tuple([mapped(part, change, opened) for part in value])
     if kind is slice:
-        return slice(*[mapped(part, change) for _, part in children])
-    if not tensors_with_paths(value):
+        return slice(*[mapped(part, change, opened) for _, part in children])
+    if id(value) not in opened and not tensors_with_paths(value):
         return value
     if kind in pytree.SUPPORTED_NODES or isinstance(value, tuple):
         parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
         if not spec.is_leaf():
-            return Node(spec, [mapped(part, change) for part in parts])
+            return Node(spec, [mapped(part, change, opened) for part in parts])
     if isinstance(value, (dict, list)) and not hasattr(value, "__dict__"):
         made = copy.copy(value)
         for (_, key), part in children:
-            made[key] = mapped(part, change)
+            made[key] = mapped(part, change, opened)
         return made
     if isinstance(value, (dict, list)):
         raise TypeError(
             f"{kind.__name__} is a container of its own kind with tensors in it; register it with "
             "torch.utils._pytree.register_pytree_node"
         )
-    return Object(kind, {key: mapped(part, change) for (_, key), part in children})
+    return Object(kind, {key: mapped(part, change, opened) for (_, key), part in children})
 
 
 def parts_in(template: Any, kind: type[Part]) -> list[Part]:

@@ -23,7 +23,7 @@ from taktline.errors import PartitionError
 from taktline.side_values import Aside
 from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.empty_model import EmptyModel
-from taktline.split.nested import Path, mapped, tensors_with_paths, walk
+from taktline.split.nested import Path, mapped, objects_in, tensors_with_paths, walk
 from taktline.split.operations import OperationCounter
 from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, State, Step, Value
 from taktline.split.user_code import line_of_user
@@ -296,8 +296,12 @@ class Recorder(TorchFunctionMode):
         self.inner_calls.clear()
         given = [tensor for _, tensor in tensors_with_paths((args, kwargs))]
         buffers = [(b, b._version) for b in module.buffers()]
+        objects = list(objects_in((args, kwargs)))
         with self.fakes.noting_writes(given) as writes:
             output = self._run_unit(step, module, call, args, kwargs)
+        changed = [(each, before) for each, before in objects if _differ(vars(each), before)]
+        if changed:
+            step.args, step.kwargs = self._as_before((args, kwargs), changed)
         step.writes = frozenset(writes)
         if any(buffer._version != version for buffer, version in buffers):
             self.changes_buffers.add(name)
@@ -305,6 +309,17 @@ class Recorder(TorchFunctionMode):
         self._note_arguments(step, (args, kwargs))
         self.unknown.update(value for value in step.makes if value.number >= count)
         return self.fakes.restored(output)
+
+    def _as_before(self, given: Any, changed: list[tuple[Any, dict[str, Any]]]) -> Any:
+        """The template of arguments in which a unit has changed objects."""
+        after = [dict(vars(each)) for each, _ in changed]
+        for each, before in changed:
+            vars(each).clear()
+            vars(each).update(before)
+        template = mapped(given, self.reference, {id(each) for each, _ in changed})
+        for (each, _), attributes in zip(changed, after, strict=True):
+            vars(each).update(attributes)
+        return template
 
     def _run_unit(self, step: Step, module: Any, call: Any, args: Any, kwargs: Any) -> Any:
         counter = self.counter
@@ -318,7 +333,8 @@ class Recorder(TorchFunctionMode):
             self.costs[Cut(step.target, step.call)] = counter.flops + counter.elements - before
         if self.casts:
             output = self._cast(output, self.casts)
-        if is_sized:
+        given = [tensor for _, tensor in tensors_with_paths((args, kwargs))]
+        if is_sized or any(id(tensor) in self.sized for tensor in given):
             self.is_sized = True
             self.sized.update(id(tensor) for _, tensor in tensors_with_paths(output))
         return output
@@ -381,6 +397,10 @@ class Recorder(TorchFunctionMode):
 
 
 _TABLES = frozenset(vars(nn.Module()))
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() != other.keys() or any(one[key] is not other[key] for key in one)
 
 
 def size_of(tensor: torch.Tensor) -> tuple[int, ...]:

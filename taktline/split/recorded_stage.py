@@ -6,6 +6,7 @@ up what that has shown, and runs the steps of the stage.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -160,7 +161,13 @@ class StageRunner:
             torch.is_inference_mode_enabled(),
             self.cut.empty.retyped,
         )
-        programs = self._programs.get(key)
+        try:
+            programs = self._programs.get(key)
+        except TypeError as error:
+            raise PartitionError(
+                f"an argument of the model cannot be compared with that of other calls ({error}); "
+                "pass tensors, numbers and texts, also in lists, dicts and dataclasses"
+            ) from None
         if programs is None:
             programs = [self._learn(key, call, module.training, 0)]
             self._programs.keep(key, programs)
@@ -295,3 +302,24 @@ def has_dynamic_shapes(stage_module: nn.Module) -> bool:
     runner: StageRunner | None = vars(stage_module).get("_runner")
     first = None if runner is None else runner.cut.first
     return first is not None and first.record.is_sized
+
+
+def model_of(stage_module: nn.Module) -> nn.Module | None:
+    """The whole model without data, if a module is a stage of one that was cut by names."""
+    runner: StageRunner | None = vars(stage_module).get("_runner")
+    return None if runner is None else runner.cut.empty.model
+
+
+_TABLES = {key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))}
+"""Buffers, hooks and the like: registering one with a copy must not change the model."""
+
+
+def with_own_tables(module: nn.Module) -> nn.Module:
+    """A copy of a module and its submodules, with the same tensors."""
+    made = object.__new__(type(module))
+    made.__dict__ = {k: copy.copy(v) if k in _TABLES else v for k, v in vars(module).items()}
+    made._modules = {
+        key: None if child is None else with_own_tables(child)
+        for key, child in module._modules.items()
+    }
+    return made

@@ -21,8 +21,7 @@ from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.by_names import without_compiler
-from taktline.split.named.containers import with_own_tables
-from taktline.split.recorded_stage import has_dynamic_shapes
+from taktline.split.recorded_stage import has_dynamic_shapes, with_own_tables
 from taktline.split.traced.stage_module import StageModule
 from taktline.stage import PipelineStage, compile_stages
 from taktline.stage.names import named_parameters

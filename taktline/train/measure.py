@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +21,6 @@ from taktline.meta import as_arguments, name_of
 from taktline.side_values import Aside, Skip
 from taktline.split.arguments import arguments_of, tensors_in
 from taktline.split.operations import OperationCounter
-from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
 _log = logging.getLogger("taktline")
@@ -42,9 +42,8 @@ class StageNeeds(NamedTuple):
 def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | None:
     """Run the stages without data, or else with that of the example; None if neither works."""
     # Forwards may count their calls, and these count for nothing.
-    changes = Changes(
-        {f"{at}.{path}": part for at, m in enumerate(modules) for path, part in m.named_modules()}
-    )
+    parts = [part for module in modules for part in module.modules()]
+    before = [(part, {k: _copied(v) for k, v in vars(part).items()}) for part in parts]
     for run in (_run_without_data, _run_with_data):
         try:
             with torch.enable_grad(), _quietly():
@@ -55,8 +54,15 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | No
             text = f"{type(error).__name__}: {error}"
             _log.info("no prediction of work and memory by %s: %s", run.__name__[1:], text)
         finally:
-            changes.undo()
+            for part, attributes in before:
+                vars(part).clear()
+                vars(part).update(attributes)
     return None
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a list or dict that a forward may change, else the value itself."""
+    return copy.copy(value) if type(value) in (list, dict, set) else value
 
 
 def _run_without_data(
