@@ -143,8 +143,10 @@ class EmptyModel:
     @contextmanager
     def filled(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         """Replace all parameters and buffers for a while."""
-        before = [(table, {k: t for k, t in table.items() if isinstance(t, torch.Tensor)})
-                  for table in self.tables()]
+        before = [
+            (table, {k: t for k, t in table.items() if isinstance(t, torch.Tensor)})
+            for table in self.tables()
+        ]
         self.replace(change)
         try:
             yield
@@ -176,9 +178,11 @@ def _like(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    meta = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-    ) if tensor.layout is torch.strided else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    meta = (
+        torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if tensor.layout is torch.strided
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    )
     return _like(meta, tensor)
 
 

@@ -69,7 +69,7 @@ def children_of(value: Any) -> list[tuple[tuple[str, Any], Any]] | None:
 
 def is_object(value: Any) -> bool:
     """Whether a value is an object of Python code with attributes."""
-    if value is None or isinstance(value, _LEAVES) or isinstance(value, (dict, list, tuple)):
+    if value is None or isinstance(value, (*_LEAVES, dict, list, tuple)):
         return False
     return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in (
         "torch", "builtins", "functools", "enum",
@@ -109,9 +109,7 @@ def objects_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[tuple[Any, 
         yield from objects_in(part, (*around, id(value)))
 
 
-def mapped(
-    value: Any, change: Callable[[torch.Tensor], Any], opened: Container[int] = ()
-) -> Any:
+def mapped(value: Any, change: Callable[[torch.Tensor], Any], opened: Container[int] = ()) -> Any:
     """A copy of a nested value with tensors replaced, or the value itself if there are none.
 
     Objects become :class:`Object`, and containers of pytree :class:`Node`, if they have tensors, or

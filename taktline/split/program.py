@@ -8,19 +8,21 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from taktline.errors import PartitionError
+from taktline.split import run_steps
 from taktline.split.cut import StagePlan
 from taktline.split.kinds import Absent
-from taktline.split.nested import Node, Object, at_path, parts_in
+from taktline.split.nested import Node, Object, at_path, children_of, parts_in
 from taktline.split.steps import Extra, Kind, Modes, Record, Region, State, Step, Value
-from taktline.stage.names import unwrapped
 
 _INDENT = "    "
 _numbers = count()
-Program = Callable[[nn.Module, Sequence[Any], Sequence[Any]], Any]
+
+
+_HELPERS = (checkpoint, at_path, Object, *(run_steps.__dict__[name] for name in (
+    "attribute", "captured", "check_type", "differs", "require_same", "tensor_of")))  # fmt: skip
+_NAMES = {"torch": torch} | {each.__name__: each for each in _HELPERS}
 
 
 class Given(NamedTuple):
@@ -50,12 +52,10 @@ class Writer:
 
     def __init__(self, record: Record, *, checks: bool = False) -> None:
         self.record, self.checks = record, checks
-        self.constants: dict[str, Any] = {
-            "checkpoint": checkpoint, "torch": torch, "captured": _captured,
-            "attribute": _attribute, "at_path": at_path, "require_same": require_same,
-            "tensor_of": _tensor_of, "check_type": _check_type, "Object": Object, "differs": differs,
-        }  # fmt: skip
+        self.constants: dict[str, Any] = dict(_NAMES)
         self.lines: list[str] = []
+        self.last: dict[Value, Step] = {}
+        """The last step that uses each value that is not returned."""
         self.depth = 1
         self.modes = record.modes
 
@@ -81,11 +81,11 @@ class Writer:
         if part is None or kind in (bool, int, str) or part is Ellipsis:
             return repr(part)
         if kind is tuple and not any(parts_in(part, kind) for kind in (Value, State, Given)):
-            return self.constant(part) if _is_fixed(part) else self._items(part, "(", ",)")
+            return self.constant(part) if _is_fixed(part) else self.items(part)
         if kind is tuple:
-            return self._items(part, "(", ",)")
+            return self.items(part)
         if kind is list:
-            return self._items(part, "[", "]")
+            return self.items(part, "[", "]")
         if kind is dict:
             inside = ", ".join(
                 f"{key!r}: {self.text(v)}" if type(key) in (str, int)
@@ -110,7 +110,8 @@ class Writer:
 
         return self.text(replaced(part, changed))
 
-    def _items(self, parts: Sequence[Any], start: str, end: str) -> str:
+    def items(self, parts: Sequence[Any], start: str = "(", end: str = ",)") -> str:
+        """The expression for a tuple or list."""
         return f"{start}{', '.join(map(self.text, parts))}{end if parts else end[-1]}"
 
     def steps(self, steps: Sequence[Step], wanted: set[Value], outer: int = 0) -> None:
@@ -125,6 +126,8 @@ class Writer:
                     end += 1
                 later = wanted.union(*(later.reads for later in steps[end:]))
                 self._region(region, steps[at:end], later, outer + 1)
+                if not outer:
+                    self._free(steps[at:end])
                 at = end
                 continue
             end = at + 1
@@ -134,10 +137,11 @@ class Writer:
                 and len(steps[end].region) == outer
             ):
                 end += 1
-            self._in_modes(step.modes, steps[at:end])
+            self.in_modes(step.modes, steps[at:end])
             at = end
 
-    def _in_modes(self, modes: Modes, steps: Sequence[Step]) -> None:
+    def in_modes(self, modes: Modes, steps: Sequence[Step]) -> None:
+        """Write steps that run in the same modes."""
         depth, before = self.depth, self.modes
         if modes.grad != before.grad:
             self.write(f"with torch.set_grad_enabled({modes.grad}):")
@@ -150,11 +154,18 @@ class Writer:
         self.modes = modes
         for step in steps:
             self._step(step)
+            if not step.region:
+                self._free([step])
         self.modes, self.depth = before, depth
 
-    def _region(
-        self, region: Region, steps: Sequence[Step], later: set[Value], outer: int
-    ) -> None:
+    def _free(self, steps: Sequence[Step]) -> None:
+        """Let go of values that no later step uses."""
+        held = {value for step in steps for value in (*step.reads, *step.makes)}
+        done = sorted(value for value in held if self.last.get(value) in steps)
+        if done:
+            self.write(f"{' = '.join(map(self.text, done))} = None")
+
+    def _region(self, region: Region, steps: Sequence[Step], later: set[Value], outer: int) -> None:
         """Write a checkpointed part as a function that is called through ``checkpoint``."""
         made = {value: None for step in steps for value in step.makes}
         needs = {value: None for step in steps for value in step.reads if value not in made}
@@ -163,14 +174,10 @@ class Writer:
         names = ", ".join(map(self.text, needs))
         self.write(f"def {name}({names}):")
         self.depth += 1
-        before, self.modes = self.modes, steps[0].modes
-        with_modes = before
-        self.modes = with_modes
         self.steps(steps, later, outer)
-        self.write(f"return {self._items(returned, '(', ',)')}")
-        self.modes = before
+        self.write(f"return {self.items(returned)}")
         self.depth -= 1
-        target = f"{self._items(returned, '(', ',)')} = " if returned else ""
+        target = f"{self.items(returned)} = " if returned else ""
         arguments = f"{name}, {names}, " if names else f"{name}, "
         keywords = f"use_reentrant=False, preserve_rng_state={region.preserves_rng}"
         self.write(f"{target}checkpoint({arguments}{keywords})")
@@ -201,7 +208,7 @@ class Writer:
             name, arguments = "", ", ".join([*args, *kwargs])
         if inside:
             places = self.constant([(e.module, e.call, e.path) for e in inside])
-            caught = self._items([e.value for e in inside], "(", ",)")
+            caught = self.items([e.value for e in inside])
             self._assign(step, f"captured({target}, {places}, {arguments})", f"{caught}, ")
         else:
             self._assign(step, f"{target}({arguments})", "")
@@ -234,7 +241,7 @@ class Writer:
         elif not parts_in(output, Value):
             self.write(f"{before}_ = {call}" if before else call)
         elif type(output) in (tuple, list) and all(type(part) is Value for part in output):
-            self.write(f"{before}{self._items(output, '(', ',)')} = {call}")
+            self.write(f"{before}{self.items(output)} = {call}")
         else:
             name = f"o{len(self.lines)}"
             self.write(f"{before}{name} = {call}")
@@ -272,8 +279,6 @@ def _places(template: Any, path: Any = ()) -> list[tuple[Any, Value]]:
     if isinstance(template, Node):
         # As the paths of its parts are those of the container itself.
         filled = template.build()
-        from taktline.split.nested import children_of
-
         return [
             place
             for key, part in children_of(filled) or ()
@@ -303,12 +308,14 @@ def write_stage(
     if checks:
         writer.check(plan.received)
     wanted = set(plan.sent) | (set(parts_in(record.result, Value)) if rest is None else set())
+    uses = ((value, step) for step in plan.steps for value in (*step.reads, *step.makes))
+    writer.last = {value: step for value, step in uses if value not in wanted}
     writer.steps(plan.steps, wanted)
     if rest is None:
         sent = writer.text(record.result)
     else:
         args, kwargs = (writer.handed_on(part, rest) for part in record.given)
-        sent = f"{writer._items(plan.sent, '(', ',)')}, {args}, {kwargs}"
+        sent = f"{writer.items(plan.sent)}, {args}, {kwargs}"
     writer.write(f"return {sent}")
     return writer.compiled("stage", ["s", "received", "arguments"])
 
@@ -324,10 +331,10 @@ def write_guards(record: Record, plan: StagePlan) -> Callable[..., Any] | None:
             args = ", ".join(map(writer.text, step.args))
             rest = "".join(f", {key}={writer.text(v)}" for key, v in step.kwargs.items())
             call = f"{writer.constant(step.target, 'f')}({args}{rest})"
-            writer._in_modes(step.modes, ())
+            writer.in_modes(step.modes, ())
             writer.write(f"differs({call}, {writer.constant(step.output)})")
         else:
-            writer._in_modes(step.modes, [step])
+            writer.in_modes(step.modes, [step])
     writer.write("return")
     return writer.compiled("guards", ["s", "received", "arguments"])
 
@@ -335,94 +342,10 @@ def write_guards(record: Record, plan: StagePlan) -> Callable[..., Any] | None:
 def _begin(writer: Writer, plan: StagePlan, received: Sequence[Value]) -> None:
     """Give variables to what the stage gets, and copy what it changes in place."""
     if received:
-        writer.write(f"{writer._items(received, '(', ',)')} = received")
+        writer.write(f"{writer.items(received)} = received")
     for place, value in enumerate(parts_in(writer.record.given, Value)):
         if value in plan.arguments or (value in plan.first and not received):
             writer.write(f"v{value.number} = g{value.number} = arguments[{place}]")
     for value in sorted(plan.copied):
         if value in received or value in plan.arguments or value in plan.first:
             writer.write(f"v{value.number} = v{value.number}.clone()")
-
-
-class Differs(Exception):
-    """A number that the forward reads from its arguments is not the one that was recorded."""
-
-
-class OtherTypes(Exception):
-    """A unit returns another type than in the record, as one in FSDP does."""
-
-    def __init__(self, recorded: torch.dtype, found: torch.dtype) -> None:
-        super().__init__(recorded, found)
-        self.recorded, self.found = recorded, found
-
-
-def _check_type(value: Any, dtype: torch.dtype) -> None:
-    if isinstance(value, torch.Tensor) and value.dtype is not dtype:
-        raise OtherTypes(dtype, value.dtype)
-
-
-def differs(found: Any, expected: Any) -> None:
-    """Raise if what was read is not what was recorded."""
-    if not same(found, expected):
-        raise Differs
-
-
-def require_same(found: Any, expected: Any, line: str) -> None:
-    """Raise if a random number, or the like, decides otherwise than it did in the record."""
-    if not same(found, expected):
-        raise PartitionError(
-            f"{line} reads {found!r}, where it has read {expected!r} before: what the forward does "
-            "depends on a random number, which stages cannot decide by themselves; turn that off "
-            "(a layerdrop of 0), or move it into a submodule"
-        )
-
-
-def same(found: Any, expected: Any) -> bool:
-    """Whether two values that were read are equal."""
-    try:
-        return bool(found == expected)
-    except Exception:  # arrays, which compare element by element
-        return bool((found == expected).all())
-
-
-def _tensor_of(stage: nn.Module, name: str) -> torch.Tensor:
-    """A parameter or buffer of a stage."""
-    path, _, key = name.rpartition(".")
-    return getattr(stage.get_submodule(path), key)
-
-
-def _attribute(unit: nn.Module, module: str, path: Any) -> Any:
-    return at_path(_inside(unit, module), path)
-
-
-def _inside(unit: nn.Module, path: str) -> nn.Module:
-    """A module inside of a unit, through the wrappers of modules."""
-    found = unwrapped(unit)
-    for key in path.split(".") if path else ():
-        found = unwrapped(found._modules[key])  # pyright: ignore[reportArgumentType]
-    return found
-
-
-def _captured(unit: nn.Module, places: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a unit; returns outputs of modules inside of it, and its own output."""
-    found: list[Any] = [None] * len(places)
-    calls: dict[str, int] = {}
-    handles = []
-
-    def note(path: str) -> Callable[..., None]:
-        def hook(_: Any, __: Any, output: Any) -> None:
-            call = calls[path] = calls.get(path, -1) + 1
-            for at, (module, which, place) in enumerate(places):
-                if module == path and which == call:
-                    found[at] = at_path(output, place)
-
-        return hook
-
-    for path in {module for module, _, _ in places}:
-        handles.append(_inside(unit, path).register_forward_hook(note(path)))
-    try:
-        output = unit(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return tuple(found), output

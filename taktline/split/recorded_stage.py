@@ -21,9 +21,10 @@ from taktline.split.cut import Placement, StagePlan
 from taktline.split.empty_model import EmptyModel, joined
 from taktline.split.hugging_face import without_cache
 from taktline.split.kinds import Latest, key_of
-from taktline.split.program import Differs, OtherTypes, write_guards, write_stage
-from taktline.split.record import Casts
+from taktline.split.program import write_guards, write_stage
+from taktline.split.recorder import Casts
 from taktline.split.repeat import record_twice
+from taktline.split.run_steps import Differs, OtherTypes
 from taktline.split.steps import Cut, Modes, Record
 from taktline.split.without_data import has_data
 

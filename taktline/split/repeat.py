@@ -1,15 +1,15 @@
 """Records a forward twice, to find what does not repeat: counters, clocks, numbers drawn by hand.
 
-A number that a forward draws from ``random`` or numpy, or reads from a clock, would be a constant of
-the record. Another run, with generators in another state, has another constant.
+A number that a forward draws from ``random`` or numpy, or reads from a clock, would be a constant
+of the record. Another run, with generators in another state, has another constant.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import Call
 from taktline.split.empty_model import EmptyModel, joined
 from taktline.split.nested import Node, Object
-from taktline.split.record import Casts, record
 from taktline.split.operations import OperationCounter
+from taktline.split.record import record
+from taktline.split.recorder import Casts
 from taktline.split.steps import Cut, Kind, Record, Step
 
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -131,7 +132,7 @@ def _same_step(one: Step, other: Step) -> bool:
         one.kind is other.kind
         and one.modes == other.modes
         and one.region == other.region
-        and (one.target == other.target or one.kind is Kind.CALL and _names(one) == _names(other))
+        and (one.target == other.target or (one.kind is Kind.CALL and _names(one) == _names(other)))
         and _same((one.args, one.kwargs), (other.args, other.kwargs))
         and (one.kind is not Kind.READ or not one.is_known or _same(one.output, other.output))
     )

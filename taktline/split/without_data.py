@@ -40,8 +40,9 @@ def no_data() -> Iterator[None]:
 
 def has_data(tensors: Sequence[Any]) -> bool:
     """Whether all of these have data."""
-    return not any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta)
-                   for t in tensors)
+    return not any(
+        isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors
+    )
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
@@ -169,8 +170,7 @@ class Fakes:
         """Whether the data of its arguments decides the shape of what a function returns."""
         try:
             with torch.no_grad(), self.mode:
-                func(*built(mapped(args, self._new_fake)),
-                     **built(mapped(kwargs, self._new_fake)))
+                func(*built(mapped(args, self._new_fake)), **built(mapped(kwargs, self._new_fake)))
         except NeedsData:
             return True
         except Exception:

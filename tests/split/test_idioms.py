@@ -87,10 +87,14 @@ def require_same(
 def refused(make: Callable[[], nn.Module], text: str, *args: Any, **kwargs: Any) -> None:
     """The cut, or the first call, must be refused, with the line of the forward."""
     model = make()
-    with pytest.raises(PartitionError, match=text):
+
+    def run() -> None:
         pieces = tl.split.by_names(model, ["blocks.1", "blocks.2"], example=(args, kwargs))
         for _ in range(20):
             pieces(*args, **kwargs)
+
+    with pytest.raises(PartitionError, match=text):
+        run()
 
 
 # What is right

@@ -131,9 +131,7 @@ def _spine(model: nn.Module) -> str:
 
 
 def _repeats(row: nn.Module) -> bool:
-    kinds = Counter(
-        type(layer) for layer in row.children() if _count(layer)
-    )
+    kinds = Counter(type(layer) for layer in row.children() if _count(layer))
     return max(kinds.values(), default=0) > 1
 
 
