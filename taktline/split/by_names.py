@@ -163,11 +163,13 @@ def checked_cuts(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
 def as_call(model: nn.Module, example: Any) -> Call:
     """An example as the arguments of a call, on the device of the model."""
     call = arguments_of(example)
-    if any(tensor.is_nested for tensor in tensors_in(call)):
-        raise PartitionError(
-            "the example has a nested tensor, which cannot go from stage to stage; pass its "
-            "values and offsets"
-        )
+    for tensor in tensors_in(call):
+        if tensor.is_nested:
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise PartitionError(
+                f"the example has a nested tensor ({layout}), which cannot go from stage to stage; "
+                "pass its values() and offsets()"
+            )
     tensors = (*model.parameters(), *model.buffers())
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if device is None:

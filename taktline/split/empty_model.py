@@ -16,12 +16,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
 from taktline.errors import PartitionError
+from taktline.split.hugging_face import disable_cache
 from taktline.split.steps import Cut
 from taktline.stage.names import unwrapped
 
@@ -117,6 +119,9 @@ class EmptyModel:
                 made.__dict__["_compiled_call_impl"] = None
         self.model: nn.Module = memo[id(model)]
         self.modules = {name: self.model.get_submodule(name) for name in units}
+        if "use_cache" not in signature(self.kind.forward).parameters:
+            for part in self.model.modules():
+                disable_cache(part)
         named = dict(self.model.named_parameters(remove_duplicate=False))
         self.parameters = frozenset(named)
         self.retyped = 0

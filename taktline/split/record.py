@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from taktline import pytree
 from taktline.device import keep_generators
+from taktline.errors import PartitionError
 from taktline.side_values import Aside, current_aside
 from taktline.split.arguments import Args, Call, device_of
 from taktline.split.empty_model import EmptyModel
@@ -47,7 +49,7 @@ def record(
                 (args, kwargs), lambda tensor: recorder.value(tensor, "an argument of the model")
             )
             with patched(recorder, empty), RecordedAside(recorder):
-                with recorder:
+                with recorder, _noting_failure(empty):
                     output = empty.model(*args, **kwargs)
                 result = recorder.template(output)
     random.setstate(state)
@@ -65,6 +67,21 @@ def record(
         metas=recorder.metas,
     )
     return made, recorder.costs
+
+
+@contextmanager
+def _noting_failure(empty: EmptyModel) -> Iterator[None]:
+    """Say in an error of the model's own why its forward was run."""
+    try:
+        yield
+    except PartitionError:
+        raise
+    except Exception as error:
+        error.add_note(
+            f"taktline.split.by_names ran the forward of {empty.kind.__name__} without data, to "
+            "record its steps"
+        )
+        raise
 
 
 def _mapped_arguments(call: Call, change: Callable[[Any], Any]) -> Call:

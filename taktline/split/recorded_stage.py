@@ -19,7 +19,7 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.cut import Placement, StagePlan
 from taktline.split.empty_model import EmptyModel, joined
-from taktline.split.hugging_face import without_cache
+from taktline.split.hugging_face import require_no_cache, without_cache
 from taktline.split.kinds import Latest, key_of
 from taktline.split.program import write_guards, write_stage
 from taktline.split.recorder import Casts
@@ -27,6 +27,7 @@ from taktline.split.repeat import record_twice
 from taktline.split.run_steps import Differs, OtherTypes
 from taktline.split.steps import Cut, Modes, Record
 from taktline.split.without_data import has_data
+from taktline.text import counted
 
 
 class Known(NamedTuple):
@@ -94,8 +95,8 @@ class CutModel:
             for name in (*plan.units, *plan.states(known.record, is_last=last)):
                 homes = self.homes.get(name, frozenset({stage}))
                 if stage not in homes:
-                    does = "calls" if name in plan.units else "uses"
-                    advice = "pass example=, the arguments of the model"
+                    does = "calls" if name in plan.units else "uses the parameter"
+                    advice = "call by_names with example=, the arguments of the model"
                     if self.is_example:
                         advice = "call the model as in the example, or cut it by hand"
                     raise PartitionError(
@@ -110,6 +111,7 @@ class _Program:
     def __init__(self, known: Known, stage: int) -> None:
         record, plan = known.record, known.plans[stage]
         rest = known.plans[stage + 1].arguments if stage + 1 < len(known.plans) else None
+        self.received = len(plan.received)
         self.guards = write_guards(record, plan)
         self.run = write_stage(record, plan, rest)
         self.first = write_stage(record, plan, rest, checks=True)
@@ -177,6 +179,13 @@ class StageRunner:
                 programs.append(self._learn(key, call, module.training, place))
             if programs[place].holds(module, tensors):
                 break
+        expected = programs[place].received
+        if len(received) != expected:
+            raise PartitionError(
+                f"stage {self.stage} takes {counted(expected, 'tensor')} of stage "
+                f"{self.stage - 1}, and got {len(received)}; pass what that stage of the same "
+                "model returns"
+            )
         try:
             return programs[place].call(module, received, tensors)
         except OtherTypes as other:
@@ -189,6 +198,7 @@ class StageRunner:
     def _received(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Call]:
         """The values from the stage before, and the arguments of the model."""
         if self.stage == 0:
+            require_no_cache(kwargs)
             return (), (args, without_cache(self.cut.arguments[len(args) :], kwargs))
         if len(args) != 3 or not isinstance(args[0], tuple):
             raise PartitionError(
