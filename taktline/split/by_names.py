@@ -126,11 +126,10 @@ def without_compiler(model: nn.Module) -> nn.Module:
     if inside is None and model._compiled_call_impl is None:
         return model
     _log.warning(
-        "%s is compiled as a whole, which does not run in stages: they run uncompiled; compile "
-        "its blocks, or pass Pipeline(compile=True)",
-        type(inside or model).__name__,
+        "the model was compiled as a whole, but its stages are not; compile its blocks "
+        "(block.compile()), or pass compile=True"
     )
-    return without_compiler(inside) if inside is not None else model
+    return model if inside is None else inside
 
 
 def checked_cuts(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:

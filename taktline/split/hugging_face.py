@@ -25,8 +25,9 @@ def without_cache(names: Collection[str], kwargs: Kwargs) -> Kwargs:
 
 def disable_cache(container: nn.Module) -> None:
     """Turn off the cache of a model inside of one that has no argument for it."""
-    config: Any = copy.copy(vars(container).get("config"))
+    config: Any = vars(container).get("config")
     if getattr(config, "use_cache", False):
+        config = copy.copy(config)
         config.use_cache = False
         vars(container)["config"] = config
 

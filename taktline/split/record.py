@@ -15,7 +15,7 @@ from taktline.device import keep_generators
 from taktline.errors import PartitionError
 from taktline.side_values import Aside, current_aside
 from taktline.split.arguments import Args, Call, device_of
-from taktline.split.empty_model import EmptyModel
+from taktline.split.empty_model import EmptyModel, joined
 from taktline.split.kinds import Absent
 from taktline.split.nested import mapped
 from taktline.split.operations import OperationCounter
@@ -52,6 +52,7 @@ def record(
                 with recorder, _noting_failure(empty):
                     output = empty.model(*args, **kwargs)
                 result = recorder.template(output)
+                _require_no_new_buffers(empty, recorder)
     random.setstate(state)
     made = Record(
         given=given,
@@ -63,10 +64,24 @@ def record(
         is_parameter=empty.parameters,
         names=recorder.names,
         changes_buffers=recorder.changes_buffers,
-        is_sized=recorder.is_sized,
+        sized={recorder.values[each] for each in recorder.sized if each in recorder.values},
         metas=recorder.metas,
     )
     return made, recorder.costs
+
+
+def _require_no_new_buffers(empty: EmptyModel, recorder: Recorder) -> None:
+    """Raise if the forward itself has set a buffer to a tensor that differs in each call."""
+    inside = {id(part) for unit in empty.modules.values() for part in unit.modules()}
+    for path, module in empty.model.named_modules():
+        for key, tensor in module._buffers.items() if id(module) not in inside else ():
+            value = None if tensor is None else recorder.values.get(id(tensor))
+            name = joined(path, key)
+            if value is not None and recorder.differs_in_each_call(value, name):
+                raise PartitionError(
+                    f"the forward of {empty.kind.__name__} sets its buffer {name!r} to a new "
+                    "tensor, which stages cannot follow; change it in place, with copy_()"
+                )
 
 
 @contextmanager

@@ -312,7 +312,9 @@ def has_dynamic_shapes(stage_module: nn.Module) -> bool:
     """Whether the shapes of tensors between stages depend on data, as far as a call has shown."""
     runner: StageRunner | None = vars(stage_module).get("_runner")
     first = None if runner is None else runner.cut.first
-    return first is not None and first.record.is_sized
+    return first is not None and any(
+        not first.record.sized.isdisjoint(plan.sent) for plan in first.plans
+    )
 
 
 def model_of(stage_module: nn.Module) -> nn.Module | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from taktline.split.operations import OperationCounter
 from taktline.split.steps import Cut, Extra, Kind, Modes, Region, State, Step, Value
 from taktline.split.torch_functions import EFFECTS, METADATA, SIZES
 from taktline.split.user_code import line_of_user
-from taktline.split.without_data import Fakes, NeedsData, built, is_transformed
+from taktline.split.without_data import Fakes, NeedsData, NeedsSizes, built, is_transformed
 
 Casts = Mapping[torch.dtype, torch.dtype]
 
@@ -60,7 +60,6 @@ class Recorder(TorchFunctionMode):
         self.inner_calls: Counter[str] = Counter()
         self.last_step: dict[str, Step] = {}
         self.changes_buffers: set[str] = set()
-        self.is_sized = False
         self.counter: OperationCounter | None = None
         self.costs: dict[Cut, int] = {}
         named = (
@@ -146,6 +145,19 @@ class Recorder(TorchFunctionMode):
             "from the submodule, or keep it in an attribute of it"
         )
 
+    def differs_in_each_call(self, value: Value, buffer: str) -> bool:
+        """Whether a value depends on arguments, on what units compute, or on a buffer."""
+        makers = {made: step for step in reversed(self.steps) for made in step.makes}
+        waiting, seen = [value], set[Value]()
+        while waiting:
+            each = waiting.pop()
+            step = makers.get(each)
+            if each in self.unknown or step is None or State(buffer) in step.states:
+                return True
+            seen.add(each)
+            waiting += [part for part in step.reads if part not in seen]
+        return False
+
     # Functions of torch
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
@@ -171,10 +183,7 @@ class Recorder(TorchFunctionMode):
         template = self.template((args, kwargs)) if given else (args, kwargs)
         before = self._random_state() if self.fakes.have_data(given) else None
         with self.fakes.noting_writes(given) as writes:
-            try:
-                output = self.fakes.run(func, args, kwargs, given)
-            except NeedsData as error:
-                raise self._needs_data(func, name) from error
+            output = self._run(func, name, args, kwargs, given)
         tensors = [tensor for _, tensor in tensors_with_paths(output)]
         if not (tensors or writes or name in EFFECTS):
             if given:
@@ -188,12 +197,32 @@ class Recorder(TorchFunctionMode):
         is_free = not step.draws and not any(v in self.unknown for v in step.reads)
         step.output = mapped(output, self.reference_new(step, name))
         if any(id(tensor) in self.sized for tensor in given):
-            self.sized.update(id(tensor) for tensor in tensors)
+            self._note_sized(tensors)
         if not is_free:
             self.unknown.update(step.makes)
-        elif given and tensors and not writes:
-            self._note_sizes(func, name, args, kwargs, output, tensors)
+        if given and tensors and not writes and self.fakes.have_data([*given, *tensors]):
+            self._note_sizes(func, args, kwargs, tensors, is_free)
         return output
+
+    def _run(self, func: Any, name: str, args: Args, kwargs: Kwargs, given: Any) -> Any:
+        """Call a function; if data decides the size of its result, that is not known any more."""
+        try:
+            return self.fakes.run(func, args, kwargs, given)
+        except NeedsSizes:
+            output = self.fakes.run_filled(func, args, kwargs)
+            self._note_sized([tensor for _, tensor in tensors_with_paths(output)])
+            return output
+        except Exception as error:
+            sized = any(id(tensor) in self.sized for tensor in given)
+            if sized or isinstance(error, NeedsData):
+                raise self._needs_data(func, name) from error
+            raise
+
+    def _note_sized(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note tensors whose sizes depend on data, which the forward must not read."""
+        tensors = list(tensors)
+        self.kept += tensors
+        self.sized.update(map(id, tensors))
 
     def reference_new(self, step: Step, name: str) -> Callable[[torch.Tensor], Any]:
         """A function that returns the value of a tensor that a step makes."""
@@ -225,10 +254,16 @@ class Recorder(TorchFunctionMode):
         step.is_known = not any(value in self.unknown for value in step.reads)
 
     def _note_sizes(
-        self, func: Any, name: str, args: Any, kwargs: Any, output: Any, made: Any
+        self, func: Any, args: Args, kwargs: Kwargs, made: list[torch.Tensor], is_free: bool
     ) -> None:
-        """Compare the sizes of an output in later calls if the data decides them."""
-        if not self.fakes.have_data(made) or not self.fakes.depends_on_data(func, args, kwargs):
+        """Compare the sizes of an output in later calls if the data decides them.
+
+        Those that depend on random numbers cannot be compared beforehand, nor may they be read.
+        """
+        if not self.fakes.depends_on_data(func, args, kwargs):
+            return
+        if not is_free:
+            self._note_sized(made)
             return
         for tensor in made:
             step = self.add_step(Kind.READ, size_of, (self.reference(tensor),), {})
@@ -316,8 +351,7 @@ class Recorder(TorchFunctionMode):
             output = self._cast(output, self.casts)
         given = [tensor for _, tensor in tensors_with_paths((args, kwargs))]
         if is_sized or any(id(tensor) in self.sized for tensor in given):
-            self.is_sized = True
-            self.sized.update(id(tensor) for _, tensor in tensors_with_paths(output))
+            self._note_sized(tensor for _, tensor in tensors_with_paths(output))
         return output
 
     def _cast(self, nested: Any, casts: Mapping[torch.dtype, torch.dtype]) -> Any:

@@ -173,8 +173,8 @@ class Record:
     """How to call a value in a message."""
     changes_buffers: set[str] = field(default_factory=set)
     """The units that change their buffers."""
-    is_sized: bool = False
-    """Whether units return sizes that depend on data."""
+    sized: set[Value] = field(default_factory=set)
+    """The values whose sizes depend on data."""
     metas: dict[Value, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     """The shape and type of each value."""
     repeats: int = 1

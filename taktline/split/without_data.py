@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import Context
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from taktline.errors import PartitionError
 from taktline.split.kinds import Absent
 from taktline.split.nested import Node, Object, mapped, tensors_with_paths
 
-NeedsData = (DataDependentOutputException, DynamicOutputShapeException)
+NeedsData = DataDependentOutputException
+NeedsSizes = DynamicOutputShapeException
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -137,6 +139,12 @@ class Fakes:
         args, kwargs = built(mapped((args, kwargs), self.as_fake))
         return self.restored(func(*args, **kwargs))
 
+    def run_filled(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function whose result has a size that depends on data, which is made up."""
+        args, kwargs = built(mapped((args, kwargs), self.as_fake))
+        with self.mode, _Filled(self, 1):
+            return func(*args, **kwargs)
+
     def restored(self, output: Any) -> Any:
         """An output with the tensors that have data, where it is one of those."""
         if isinstance(output, torch.Tensor):
@@ -171,7 +179,7 @@ class Fakes:
         try:
             with torch.no_grad(), self.mode:
                 func(*built(mapped(args, self._new_fake)), **built(mapped(kwargs, self._new_fake)))
-        except NeedsData:
+        except (NeedsData, NeedsSizes):
             return True
         except Exception:
             return False
@@ -206,7 +214,8 @@ class Fakes:
         try:
             with self.mode, _Filled(self, 0), torch.no_grad():
                 given = built(mapped((args, kwargs), lambda one: self.as_fake(one).clone()))
-                other = call(*given[0], **given[1])
+                # What collects outputs, such as router logits, must not see this.
+                other = Context().run(call, *given[0], **given[1])
         except Exception:
             return False
         one, two = tensors_with_paths(output), tensors_with_paths(other)

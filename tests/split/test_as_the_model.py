@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
-from taktline.errors import PartitionError
 from tests.split.transformers_models import LANGUAGES, texts
 from tests.workers import Workers
 
@@ -248,15 +247,6 @@ def test_a_model_that_is_compiled_as_a_whole(caplog: pytest.LogCaptureFixture) -
         torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad)
 
 
-def test_foreign_units_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Any] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
-    pieces = tl.split.by_names(make(Chain), ["blocks.3"], example=(X,))
-    for name in map("blocks.{}".format, range(6)):
-        pieces[1].get_submodule(name).compile()
-    assert compiled == [pieces[1].get_submodule(f"blocks.{i}") for i in (3, 4, 5)]
-
-
 class Wrapper(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -285,11 +275,3 @@ def test_the_norm_of_sparse_gradients() -> None:
     torch.testing.assert_close(pipe.grad_norm(), expected)
     pipe.clip_grad_norm_(0.1)
     torch.testing.assert_close(pipe.grad_norm(), torch.tensor(0.1), rtol=1e-4, atol=0)
-
-
-def test_what_would_be_left_out_is_refused() -> None:
-    pieces = tl.split.by_names(Hides(), ["blocks.3"], example=(X,))
-    with pytest.raises(
-        PartitionError, match=r"stage 1 calls 'embed' where .* whole model calls 'tail.0', so some"
-    ):
-        pieces(X)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -248,6 +249,13 @@ def sizes_of_arguments(self: Net, x: Tensor) -> Tensor:
     return self.blocks[2](x)
 
 
+def sizes_of_activations(self: Net, x: Tensor) -> Tensor:
+    x = self.blocks[0](self.embed(x))
+    counts = torch.bincount((x > 0).flatten().long(), minlength=2)
+    x = self.blocks[1](x[x[:, 0] > -0.1]) * counts[0]
+    return self.blocks[2](x)
+
+
 def gradient_hooks(self: Net, x: Tensor) -> Tensor:
     x = self.blocks[0](self.embed(x))
     x.register_hook(lambda gradient: gradient * 3)
@@ -270,8 +278,8 @@ def buffer_in_place(self: Net, x: Tensor) -> Tensor:
 RIGHT: list[Any] = [
     masks, parameters, no_grad_in_parts, mixed_types, own_function, checkpoints, reentrant,
     one_checkpoint, nested_checkpoints, new_tensor_in_place, crossing_in_place, views,
-    several_times, losses, sizes_of_arguments, gradient_hooks, detaches, buffer_in_place,
-    argument_in_place,
+    several_times, losses, sizes_of_arguments, sizes_of_activations, gradient_hooks, detaches,
+    buffer_in_place, argument_in_place,
 ]  # fmt: skip
 
 
@@ -511,9 +519,10 @@ def asks_activation(self: Net, x: Tensor) -> Tensor:
     return self.run(x)
 
 
-def sizes_of_activations(self: Net, x: Tensor) -> Tensor:
+def reads_sizes_of_activations(self: Net, x: Tensor) -> Tensor:
     x = self.blocks[0](self.embed(x))
-    return self.blocks[2](self.blocks[1](x[x[:, 0] > 0]))
+    x = x[x[:, 0] > 0]
+    return self.blocks[2](self.blocks[1](x)) / len(x)
 
 
 def counts(self: Net, x: Tensor) -> Tensor:
@@ -584,7 +593,7 @@ def in_vmap(self: Net, x: Tensor) -> Tensor:
     ("body", "text"),
     [
         (asks_activation, r"test_idioms.py:\d+.* needs the data of a value that submodules"),
-        (sizes_of_activations, r"test_idioms.py:\d+.* needs the data of a value"),
+        (reads_sizes_of_activations, r"test_idioms.py:\d+.* needs the data of a value"),
         (counts, r"changes its attribute 'count' in each call"),
         (python_number, r"test_idioms.py:\d+ does something else in each call"),
         (numpy_number, r"test_idioms.py:\d+ does something else in each call"),
@@ -615,6 +624,29 @@ def test_a_generator_of_its_own_is_used_once() -> None:
     found = [pieces(X) for _ in range(2)]
     _OWN.manual_seed(1)
     assert all(map(torch.equal, found, [model(X) for _ in range(2)]))
+
+
+def test_a_value_is_freed_when_the_next_one_is_there() -> None:
+    """Without gradients, a stage of many layers has two activations, not all."""
+    model = Net(lambda self, x: self.head(self.run(self.embed(x))))
+    pieces = tl.split.by_names(model, ["blocks.0", "head"], example=(X,))
+    alive: list[int] = []
+    made: list[Any] = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        made.append(weakref.ref(output))
+        alive.append(sum(each() is not None for each in made))
+
+    for block in model.blocks:
+        block.register_forward_hook(note)
+    with torch.no_grad():
+        given = pieces[0](X)
+        for _ in range(2):
+            made.clear()
+            alive.clear()
+            pieces[1](*given)
+    assert len(alive) == 3
+    assert max(alive) == 2
 
 
 def test_an_error_is_the_users_own() -> None:
