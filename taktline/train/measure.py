@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from taktline.split.operations import OperationCounter
 from taktline.transport.containers import note_containers
 
 _log = logging.getLogger("taktline")
+_CONTAINERS = (list, dict, set, OrderedDict)
 
 
 class StageNeeds(NamedTuple):
@@ -42,8 +44,7 @@ class StageNeeds(NamedTuple):
 def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | None:
     """Run the stages without data, or else with that of the example; None if neither works."""
     # Forwards may count their calls, and these count for nothing.
-    parts = [part for module in modules for part in module.modules()]
-    before = [(part, {k: _copied(v) for k, v in vars(part).items()}) for part in parts]
+    undo = _undo_of([part for module in modules for part in module.modules()])
     for run in (_run_without_data, _run_with_data):
         try:
             with torch.enable_grad(), _quietly():
@@ -54,15 +55,22 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | No
             text = f"{type(error).__name__}: {error}"
             _log.info("no prediction of work and memory by %s: %s", run.__name__[1:], text)
         finally:
-            for part, attributes in before:
-                vars(part).clear()
-                vars(part).update(attributes)
+            undo()
     return None
 
 
-def _copied(value: Any) -> Any:
-    """A copy of a list or dict that a forward may change, else the value itself."""
-    return copy.copy(value) if type(value) in (list, dict, set) else value
+def _undo_of(parts: Sequence[nn.Module]) -> Callable[[], None]:
+    """A function that gives modules the attributes, and the lists, dicts and hooks, of now."""
+    tables = [vars(part) for part in parts]
+    held = [value for table in tables for value in table.values() if type(value) in _CONTAINERS]
+    before = [(each, copy.copy(each)) for each in (*tables, *held)]
+
+    def undo() -> None:
+        for each, copied in before:
+            each.clear()
+            (each.extend if isinstance(each, list) else each.update)(copied)
+
+    return undo
 
 
 def _run_without_data(
