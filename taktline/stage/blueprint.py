@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -84,8 +85,11 @@ def _tensor(name: str, tensor: torch.Tensor) -> Entry:
 def _kind(module: nn.Module) -> str:
     """The class; of torch's own layers, with their options."""
     kind = type(module)
+    options = ""
     # Other classes may write anything, such as an address in memory.
-    options = module.extra_repr() if kind.__module__.startswith("torch.nn.modules.") else ""
+    if kind.__module__.startswith("torch.nn.modules."):
+        with suppress(AttributeError, KeyError):  # a stage has no attributes of other stages
+            options = module.extra_repr()
     return f"{kind.__name__}({options})"
 
 

@@ -290,7 +290,7 @@ def test_a_target_that_cannot_be_cut(outcomes: Outcomes) -> None:
 
 def test_an_empty_batch() -> None:
     x = torch.ones(0, DIM, dtype=torch.float64)
-    with pytest.raises(BatchError, match=re.escape("0 along dimension 0 cannot be cut into 4")):
+    with pytest.raises(BatchError, match=re.escape("0 along dimension 0: it is empty")):
         linear().step(x, target=x)
 
 
