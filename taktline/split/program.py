@@ -77,7 +77,7 @@ class Writer:
         if kind is Given:
             return f"g{part.number}"
         if kind is State:
-            return f"tensor_of(s, {part.name!r})"
+            return f"tensor_of(s, {', '.join(map(repr, self.record.aliases[part.name]))})"
         if part is None or kind in (bool, int, str) or part is Ellipsis:
             return repr(part)
         if kind is tuple and not any(parts_in(part, kind) for kind in (Value, State, Given)):

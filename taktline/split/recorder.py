@@ -67,8 +67,10 @@ class Recorder(TorchFunctionMode):
             *empty.model.named_buffers(remove_duplicate=False),
         )
         self.states: dict[int, State] = {}
+        self.aliases: dict[str, tuple[str, ...]] = {}
         for name, tensor in named:
-            self.states.setdefault(id(tensor), State(name))
+            first = self.states.setdefault(id(tensor), State(name)).name
+            self.aliases[first] = (*self.aliases.get(first, ()), name)
         self.state_memory = {name: self.fakes.memory(tensor) for name, tensor in named}
         self.unit_names = {id(module): name for name, module in reversed(empty.modules.items())}
         self.units_of_inner = {
