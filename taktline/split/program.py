@@ -233,9 +233,7 @@ class Writer:
 
     def _assign(self, step: Step, call: str, before: str) -> None:
         """Write a call, and put the tensors of its output into variables."""
-        output = step.output
-        if isinstance(output, State):
-            output = None
+        output: Any = () if isinstance(step.output, State) else step.output
         if isinstance(output, Value):
             self.write(f"{before}{self.text(output)} = {call}")
         elif not parts_in(output, Value):

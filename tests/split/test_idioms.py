@@ -312,7 +312,7 @@ def attributes(self: Any, x: Tensor) -> Any:
 class Appends(nn.Linear):
     """Puts what it has computed into a list."""
 
-    def forward(self, input: Tensor, kept: list[Tensor], table: dict[str, Tensor]) -> Tensor:
+    def forward(self, input: Tensor, kept: Any = None, table: Any = None) -> Tensor:
         output = super().forward(input)
         kept.append(output.mean())
         table[f"{len(table)}"] = output.sum()
@@ -374,7 +374,7 @@ def inner_hooks(self: Any, x: Tensor) -> Any:
 class Pair(nn.Linear):
     """Returns what it got, too."""
 
-    def forward(self, input: Tensor, mask: Tensor) -> Any:
+    def forward(self, input: Tensor, mask: Any = None) -> Any:
         return super().forward(input) * mask, mask
 
 
@@ -484,7 +484,7 @@ def test_the_model_is_as_it_was() -> None:
         return self.run(self.embed(x)) * self.config["scale"]
 
     def make() -> nn.Module:
-        model = Net(body)
+        model: Any = Net(body)
         model.config = Frozen(scale=3)
         return model
 
@@ -501,7 +501,7 @@ def test_compiled_and_wrapped_units() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     def make() -> nn.Module:
-        model = Net(lambda self, x: self.head(self.run(self.embed(x))))
+        model: Any = Net(lambda self, x: self.head(self.run(self.embed(x))))
         model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
         model.blocks[1] = checkpoint_wrapper(model.blocks[1])
         return model
