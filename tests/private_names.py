@@ -14,7 +14,7 @@ import torch
 import taktline
 
 ROOT = Path(taktline.__file__).parent
-_PYTHON = frozenset(["_asdict", "_current_frames", "_exit", "_fields", "_replace"])
+_PYTHON = frozenset(["_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_replace"])
 """Python's own, which are documented, or as old as Python."""
 _OF_TORCH = frozenset(dir(torch.Tensor)) | frozenset(vars(torch.nn.Module()))
 _LOOKUPS = ("getattr", "hasattr", "setattr", "delattr")

@@ -220,7 +220,9 @@ def _stages_of(record: Record, cuts: Sequence[Cut], name: str) -> list[int]:
                 f"the forward of {name} does not call {cut!r}, so no stage can begin there; name "
                 "a submodule that it calls"
             )
-        if following in calls and calls.index(following) < calls.index(cut):
+        if following is None or following not in calls:
+            continue
+        if calls.index(following) < calls.index(cut):
             raise PartitionError(
                 f"the forward of {name} calls {following!r} before {cut!r}; list the cuts in the "
                 "order of their calls"

@@ -32,7 +32,8 @@ class Object(NamedTuple):
 
     def build(self) -> Any:
         """A new object with these attributes."""
-        made = self.kind.__new__(self.kind)
+        new: Any = self.kind.__new__
+        made = new(self.kind)
         vars(made).update(self.attributes)
         return made
 

@@ -81,7 +81,7 @@ def _functions(recorder: Any) -> Iterator[None]:
 
 @contextmanager
 def _checkpoints(recorder: Any) -> Iterator[None]:
-    names: dict[str, Any] = vars(torch_checkpoint)
+    names: Any = torch_checkpoint.__dict__
     before = names[_GENERATOR]
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:

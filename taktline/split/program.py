@@ -77,7 +77,7 @@ class Writer:
         if kind is Given:
             return f"g{part.number}"
         if kind is State:
-            return f"tensor_of(s, {part.name!r})"
+            return f"tensor_of(s, {', '.join(map(repr, self.record.aliases[part.name]))})"
         if part is None or kind in (bool, int, str) or part is Ellipsis:
             return repr(part)
         if kind is tuple and not any(parts_in(part, kind) for kind in (Value, State, Given)):
@@ -233,9 +233,7 @@ class Writer:
 
     def _assign(self, step: Step, call: str, before: str) -> None:
         """Write a call, and put the tensors of its output into variables."""
-        output = step.output
-        if isinstance(output, State):
-            output = None
+        output: Any = () if isinstance(step.output, State) else step.output
         if isinstance(output, Value):
             self.write(f"{before}{self.text(output)} = {call}")
         elif not parts_in(output, Value):

@@ -61,6 +61,7 @@ def record(
         modes=modes,
         memory=recorder.memory,
         state_memory=recorder.state_memory,
+        aliases=recorder.aliases,
         is_parameter=empty.parameters,
         names=recorder.names,
         changes_buffers=recorder.changes_buffers,

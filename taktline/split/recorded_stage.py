@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.cut import Placement, StagePlan
-from taktline.split.empty_model import EmptyModel, joined
+from taktline.split.empty_model import EmptyModel
 from taktline.split.hugging_face import require_no_cache, without_cache
 from taktline.split.kinds import Latest, key_of
 from taktline.split.program import write_guards, write_stage
@@ -174,12 +173,11 @@ class StageRunner:
         if programs is None:
             programs = [self._learn(key, call, module.training, 0)]
             self._programs.keep(key, programs)
-        for place in count():
-            if place == len(programs):
-                programs.append(self._learn(key, call, module.training, place))
-            if programs[place].holds(module, tensors):
-                break
-        expected = programs[place].received
+        program = next((each for each in programs if each.holds(module, tensors)), None)
+        if program is None:
+            program = self._learn(key, call, module.training, len(programs))
+            programs.append(program)
+        expected = program.received
         if len(received) != expected:
             raise PartitionError(
                 f"stage {self.stage} takes {counted(expected, 'tensor')} of stage "
@@ -187,7 +185,7 @@ class StageRunner:
                 "model returns"
             )
         try:
-            return programs[place].call(module, received, tensors)
+            return program.call(module, received, tensors)
         except OtherTypes as other:
             if self._casts.get(other.recorded) is other.found:
                 raise
@@ -286,16 +284,16 @@ def make_stage(model: nn.Module, cut: CutModel, stage: int) -> RecordedStage:
 
 def _holder(model: nn.Module, made: nn.Module, path: str) -> nn.Module:
     """The module at a path in a stage."""
-    holder, source, name = made, model, ""
+    holder: Any = made
+    source: Any = model
     for key in path.split(".") if path else ():
-        source = source._modules[key]  # pyright: ignore[reportAssignmentType]
-        name = joined(name, key)
+        source = source._modules[key]
         if key not in holder._modules:
             kinds = (nn.ModuleList, nn.ModuleDict)
             kind = next((kind for kind in kinds if isinstance(source, kind)), Holder)
             holder._modules[key] = kind()
-            holder._modules[key].training = source.training  # pyright: ignore[reportOptionalMemberAccess]
-        holder = holder._modules[key]  # pyright: ignore[reportAssignmentType]
+            holder._modules[key].training = source.training
+        holder = holder._modules[key]
     return holder
 
 

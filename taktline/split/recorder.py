@@ -56,7 +56,7 @@ class Recorder(TorchFunctionMode):
         self.regions: tuple[Region, ...] = ()
         self.region_count = 0
         self.calls: Counter[str] = Counter()
-        self.inner: dict[int, tuple[Step, str, Path, int]] = {}
+        self.inner_outputs: dict[int, tuple[Step, str, Path, int]] = {}
         self.inner_calls: Counter[str] = Counter()
         self.last_step: dict[str, Step] = {}
         self.changes_buffers: set[str] = set()
@@ -67,8 +67,10 @@ class Recorder(TorchFunctionMode):
             *empty.model.named_buffers(remove_duplicate=False),
         )
         self.states: dict[int, State] = {}
+        self.aliases: dict[str, tuple[str, ...]] = {}
         for name, tensor in named:
-            self.states.setdefault(id(tensor), State(name))
+            first = self.states.setdefault(id(tensor), State(name)).name
+            self.aliases[first] = (*self.aliases.get(first, ()), name)
         self.state_memory = {name: self.fakes.memory(tensor) for name, tensor in named}
         self.unit_names = {id(module): name for name, module in reversed(empty.modules.items())}
         self.units_of_inner = {
@@ -119,7 +121,7 @@ class Recorder(TorchFunctionMode):
 
     def _left_by_unit(self, tensor: torch.Tensor) -> Value:
         """The value of a tensor that a unit has left elsewhere than in its output."""
-        found = self.inner.get(id(tensor))
+        found = self.inner_outputs.get(id(tensor))
         if found is not None:
             step, module, path, call = found
             extra = Extra(self.value(tensor), "inside", module, path, call)
@@ -391,7 +393,7 @@ class Recorder(TorchFunctionMode):
         call = self.inner_calls[path]
         self.inner_calls[path] += 1
         for at, tensor in tensors_with_paths(output):
-            self.inner.setdefault(id(tensor), (step, path, at, call))
+            self.inner_outputs.setdefault(id(tensor), (step, path, at, call))
             self.kept.append(tensor)
 
     # Around functions of torch

@@ -55,10 +55,18 @@ def same(found: Any, expected: Any) -> bool:
         return bool((found == expected).all())
 
 
-def tensor_of(stage: nn.Module, name: str) -> torch.Tensor:
-    """A parameter or buffer of a stage."""
-    path, _, key = name.rpartition(".")
-    return getattr(stage.get_submodule(path), key)
+def tensor_of(stage: nn.Module, *names: str) -> torch.Tensor:
+    """A parameter or buffer of a stage, by one of the names that it has in the model."""
+    for name in names:
+        path, _, key = name.rpartition(".")
+        try:
+            return getattr(stage.get_submodule(path), key)
+        except AttributeError:
+            continue  # a tied weight, which this stage has under another name
+    raise PartitionError(
+        f"the forward uses {names[0]!r}, which is in another stage; call by_names with example=, "
+        "the arguments of the model"
+    )
 
 
 def attribute(unit: nn.Module, module: str, path: Path) -> Any:

@@ -167,6 +167,8 @@ class Record:
     """The memory in which each value lies; views of a value lie in the same."""
     state_memory: dict[str, int]
     """The memory of parameters and buffers."""
+    aliases: dict[str, tuple[str, ...]]
+    """Of a tied parameter: all names that the model has for it."""
     is_parameter: Container[str]
     """The names of parameters."""
     names: dict[Value, str]

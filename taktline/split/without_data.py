@@ -73,10 +73,10 @@ class Fakes:
     def memory(self, tensor: torch.Tensor) -> int:
         """The memory of a tensor; views have the same."""
         try:
-            found = tensor.untyped_storage()._cdata
+            found: Any = tensor.untyped_storage()._cdata
         except (NotImplementedError, RuntimeError):  # sparse tensors and the like
             return id(tensor)
-        return self._same.get(found, found)
+        return int(self._same.get(found, found))
 
     def empty(self, tensor: torch.Tensor | Absent) -> torch.Tensor:
         """A tensor without data like another one."""
@@ -224,7 +224,9 @@ class Fakes:
     def _run_with_data(
         self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        tables = [t for m in module.modules() for t in (m._parameters, m._buffers, vars(m))]
+        tables: list[dict[str, Any]] = [
+            t for m in module.modules() for t in (m._parameters, m._buffers, vars(m))
+        ]
         before = [dict(table) for table in tables]
         made: dict[int, torch.Tensor] = {}
 
@@ -277,7 +279,7 @@ def _follow(old: Any, new: Any) -> None:
             _follow(one, other)
     elif isinstance(old, dict):
         for key in old:
-            _follow(old[key], new.get(key))
+            _follow(old[key], new.get(key) if isinstance(new, dict) else None)
 
 
 def built(template: Any) -> Any:

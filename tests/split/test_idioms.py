@@ -22,7 +22,7 @@ import taktline as tl
 from taktline.errors import PartitionError
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
-Body = Callable[["Net", Tensor], Any]
+Body = Callable[..., Any]
 
 
 class Net(nn.Module):
@@ -101,7 +101,7 @@ def refused(make: Callable[[], nn.Module], text: str, *args: Any, **kwargs: Any)
 # What is right
 
 
-def masks(self: Net, x: Tensor) -> Tensor:
+def masks(self: Any, x: Tensor) -> Tensor:
     mask = torch.arange(4, device=x.device) < x.shape[1] - 1
     x = self.embed(x)
     for block in self.blocks:
@@ -109,14 +109,14 @@ def masks(self: Net, x: Tensor) -> Tensor:
     return self.head(x)
 
 
-def parameters(self: Net, x: Tensor) -> Tensor:
+def parameters(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x) * self.scale
     x = self.blocks[0](x) + self.shift
     x = self.blocks[1](x) * self.scale
     return F.linear(self.blocks[2](x), self.embed.weight, self.embed.bias)
 
 
-def no_grad_in_parts(self: Net, x: Tensor) -> Tensor:
+def no_grad_in_parts(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     with torch.no_grad():
         x = self.blocks[0](x) * 2
@@ -126,7 +126,7 @@ def no_grad_in_parts(self: Net, x: Tensor) -> Tensor:
     return self.blocks[2](x / norm)
 
 
-def mixed_types(self: Net, x: Tensor) -> Tensor:
+def mixed_types(self: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         x = self.blocks[0](self.embed(x))
         with torch.autocast("cpu", enabled=False):
@@ -146,33 +146,33 @@ class Double(torch.autograd.Function):
         return gradients[0] * 5
 
 
-def own_function(self: Net, x: Tensor) -> Tensor:
+def own_function(self: Any, x: Tensor) -> Tensor:
     x = Double.apply(self.embed(x))
     return self.blocks[2](Double.apply(self.blocks[1](self.blocks[0](x))))
 
 
-def checkpoints(self: Net, x: Tensor) -> Tensor:
+def checkpoints(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     for block in self.blocks:
         x = checkpoint(block, x, use_reentrant=False)
     return self.head(x)
 
 
-def reentrant(self: Net, x: Tensor) -> Tensor:
+def reentrant(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     for block in self.blocks:
         x = checkpoint(block, x, use_reentrant=True)
     return self.head(x)
 
 
-def one_checkpoint(self: Net, x: Tensor) -> Tensor:
+def one_checkpoint(self: Any, x: Tensor) -> Tensor:
     def most(x: Tensor, y: Tensor) -> Tensor:
         return torch.tanh(self.run(x) + y) * self.scale
 
     return self.head(checkpoint(most, self.embed(x), x, use_reentrant=False))
 
 
-def nested_checkpoints(self: Net, x: Tensor) -> Tensor:
+def nested_checkpoints(self: Any, x: Tensor) -> Tensor:
     def inner(x: Tensor) -> Tensor:
         return checkpoint(self.blocks[0], torch.tanh(x), use_reentrant=False)
 
@@ -180,7 +180,7 @@ def nested_checkpoints(self: Net, x: Tensor) -> Tensor:
     return self.blocks[2](self.blocks[1](x))
 
 
-def new_tensor_in_place(self: Net, x: Tensor) -> Tensor:
+def new_tensor_in_place(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     room = torch.zeros(2, 4)
     room[:, 1:] = self.blocks[0](x)[:, 1:]
@@ -189,7 +189,7 @@ def new_tensor_in_place(self: Net, x: Tensor) -> Tensor:
     return self.blocks[2](x) + total
 
 
-def argument_in_place(self: Net, x: Tensor) -> Tensor:
+def argument_in_place(self: Any, x: Tensor) -> Tensor:
     y = self.embed(x.clone())
     x[0] = 1.0
     y = self.blocks[0](y) + x
@@ -197,7 +197,7 @@ def argument_in_place(self: Net, x: Tensor) -> Tensor:
     return self.blocks[2](self.blocks[1](y) + x)
 
 
-def crossing_in_place(self: Net, x: Tensor) -> Tensor:
+def crossing_in_place(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     y = self.blocks[0](x) * 1.0
     z = self.blocks[1](x)
@@ -206,7 +206,7 @@ def crossing_in_place(self: Net, x: Tensor) -> Tensor:
     return self.blocks[2](y)
 
 
-def views(self: Net, x: Tensor) -> Tensor:
+def views(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     first, second = x.chunk(2, -1)
     x = self.blocks[0](torch.cat([second, first], -1))
@@ -214,7 +214,7 @@ def views(self: Net, x: Tensor) -> Tensor:
     return self.blocks[2](x).view(-1)[1:]
 
 
-def several_times(self: Net, x: Tensor) -> Tensor:
+def several_times(self: Any, x: Tensor) -> Tensor:
     for _ in range(2):
         x = self.blocks[0](torch.relu(x))
     for _ in range(2):
@@ -222,7 +222,7 @@ def several_times(self: Net, x: Tensor) -> Tensor:
     return x
 
 
-def draws(self: Net, x: Tensor) -> Tensor:
+def draws(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     noise = torch.rand(2, 4)
     x = F.dropout(self.blocks[0](x), 0.5, self.training) + noise
@@ -230,7 +230,7 @@ def draws(self: Net, x: Tensor) -> Tensor:
     return self.blocks[2](x) + noise
 
 
-def losses(self: Net, x: Tensor) -> Tensor:
+def losses(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     tl.add_loss(x.square().mean())
     x = self.blocks[0](x)
@@ -239,7 +239,7 @@ def losses(self: Net, x: Tensor) -> Tensor:
     return self.blocks[2](x)
 
 
-def sizes_of_arguments(self: Net, x: Tensor) -> Tensor:
+def sizes_of_arguments(self: Any, x: Tensor) -> Tensor:
     some = x[x[:, 0] < 0]
     x = self.embed(x)
     x = self.blocks[0](x) + len(some)
@@ -249,26 +249,26 @@ def sizes_of_arguments(self: Net, x: Tensor) -> Tensor:
     return self.blocks[2](x)
 
 
-def sizes_of_activations(self: Net, x: Tensor) -> Tensor:
+def sizes_of_activations(self: Any, x: Tensor) -> Tensor:
     x = self.blocks[0](self.embed(x))
     counts = torch.bincount((x > 0).flatten().long(), minlength=2)
     x = self.blocks[1](x[x[:, 0] > -0.1]) * counts[0]
     return self.blocks[2](x)
 
 
-def gradient_hooks(self: Net, x: Tensor) -> Tensor:
+def gradient_hooks(self: Any, x: Tensor) -> Tensor:
     x = self.blocks[0](self.embed(x))
     x.register_hook(lambda gradient: gradient * 3)
     return self.blocks[2](self.blocks[1](x))
 
 
-def detaches(self: Net, x: Tensor) -> Tensor:
+def detaches(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     y = self.blocks[0](x.detach())
     return self.blocks[2](self.blocks[1](y) + x.data)
 
 
-def buffer_in_place(self: Net, x: Tensor) -> Tensor:
+def buffer_in_place(self: Any, x: Tensor) -> Tensor:
     x = self.run(self.embed(x))
     if self.training:
         self.shift.mul_(0.9).add_(x.detach().mean(0))
@@ -304,7 +304,7 @@ class Aux(nn.Linear):
         return output
 
 
-def attributes(self: Net, x: Tensor) -> Any:
+def attributes(self: Any, x: Tensor) -> Any:
     x = self.run(self.embed(x))
     return x, sum(block.aux for block in self.blocks)
 
@@ -312,14 +312,14 @@ def attributes(self: Net, x: Tensor) -> Any:
 class Appends(nn.Linear):
     """Puts what it has computed into a list."""
 
-    def forward(self, input: Tensor, kept: list[Tensor], table: dict[str, Tensor]) -> Tensor:
+    def forward(self, input: Tensor, kept: Any = None, table: Any = None) -> Tensor:
         output = super().forward(input)
         kept.append(output.mean())
         table[f"{len(table)}"] = output.sum()
         return output
 
 
-def lists(self: Net, x: Tensor) -> Any:
+def lists(self: Any, x: Tensor) -> Any:
     x, kept, table = self.embed(x), [], {"x": x}
     for block in self.blocks:
         x = block(x, kept, table=table)
@@ -341,7 +341,7 @@ class Carries(nn.Linear):
         return Carried(output, input.total + output.sum(), input.depth + 1)
 
 
-def dataclasses(self: Net, x: Tensor) -> Any:
+def dataclasses(self: Any, x: Tensor) -> Any:
     carried = self.run(Carried(self.embed(x), torch.zeros(())))
     return {"x": carried.x, "total": carried.total * carried.depth, "none": None}
 
@@ -355,14 +355,14 @@ class Changes(nn.Linear):
         return input
 
 
-def objects(self: Net, x: Tensor) -> Any:
+def objects(self: Any, x: Tensor) -> Any:
     state = SimpleNamespace(x=self.embed(x), all=[])
     for block in self.blocks:
         state = block(state)
     return state.x, sum(state.all)
 
 
-def inner_hooks(self: Net, x: Tensor) -> Any:
+def inner_hooks(self: Any, x: Tensor) -> Any:
     x, kept = self.embed(x), []
     hooks = [b[0].register_forward_hook(lambda m, i, o: kept.append(o)) for b in self.blocks]
     x = self.run(x)
@@ -374,11 +374,11 @@ def inner_hooks(self: Net, x: Tensor) -> Any:
 class Pair(nn.Linear):
     """Returns what it got, too."""
 
-    def forward(self, input: Tensor, mask: Tensor) -> Any:
+    def forward(self, input: Tensor, mask: Any = None) -> Any:
         return super().forward(input) * mask, mask
 
 
-def returned(self: Net, x: Tensor) -> Tensor:
+def returned(self: Any, x: Tensor) -> Tensor:
     mask = (x > 0).float()
     x = self.embed(x)
     for block in self.blocks:
@@ -386,7 +386,7 @@ def returned(self: Net, x: Tensor) -> Tensor:
     return x * mask
 
 
-def only_keywords(self: Net, x: Tensor, *, factor: float, other: Tensor | None = None) -> Tensor:
+def only_keywords(self: Any, x: Tensor, *, factor: float, other: Tensor | None = None) -> Tensor:
     x = self.blocks[0](self.embed(x) * factor)
     if other is not None:
         x = x + other
@@ -430,7 +430,7 @@ def test_tied_weights() -> None:
 
 
 def test_other_shapes_and_other_branches() -> None:
-    def body(self: Net, x: Tensor, mask: Tensor) -> Tensor:
+    def body(self: Any, x: Tensor, mask: Tensor) -> Tensor:
         x = self.blocks[0](self.embed(x))
         if not mask.all():
             x = x * mask
@@ -445,7 +445,7 @@ def test_other_shapes_and_other_branches() -> None:
 
 
 def test_types_that_change_with_the_pieces() -> None:
-    def body(self: Net, x: Tensor) -> Tensor:
+    def body(self: Any, x: Tensor) -> Tensor:
         x = self.embed(x.to(self.embed.weight.dtype))
         x = self.blocks[0](x) + torch.finfo(x.dtype).eps
         return self.blocks[2](self.blocks[1](x).to(x.dtype))
@@ -458,7 +458,7 @@ def test_types_that_change_with_the_pieces() -> None:
 
 
 def test_evaluation() -> None:
-    def body(self: Net, x: Tensor) -> Tensor:
+    def body(self: Any, x: Tensor) -> Tensor:
         x = F.dropout(self.blocks[0](self.embed(x)), 0.9, self.training)
         return self.blocks[2](self.blocks[1](x)) if self.training else self.blocks[1](x)
 
@@ -479,12 +479,12 @@ def test_the_model_is_as_it_was() -> None:
         def __setitem__(self, *_: Any) -> None:
             raise RuntimeError("frozen")
 
-    def body(self: Net, x: Tensor) -> Tensor:
+    def body(self: Any, x: Tensor) -> Tensor:
         self.last = x.shape
         return self.run(self.embed(x)) * self.config["scale"]
 
     def make() -> nn.Module:
-        model = Net(body)
+        model: Any = Net(body)
         model.config = Frozen(scale=3)
         return model
 
@@ -501,7 +501,7 @@ def test_compiled_and_wrapped_units() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     def make() -> nn.Module:
-        model = Net(lambda self, x: self.head(self.run(self.embed(x))))
+        model: Any = Net(lambda self, x: self.head(self.run(self.embed(x))))
         model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
         model.blocks[1] = checkpoint_wrapper(model.blocks[1])
         return model
@@ -512,29 +512,29 @@ def test_compiled_and_wrapped_units() -> None:
 # What is refused, by name
 
 
-def asks_activation(self: Net, x: Tensor) -> Tensor:
+def asks_activation(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     if x.sum() > 0:
         x = x * 2
     return self.run(x)
 
 
-def reads_sizes_of_activations(self: Net, x: Tensor) -> Tensor:
+def reads_sizes_of_activations(self: Any, x: Tensor) -> Tensor:
     x = self.blocks[0](self.embed(x))
     x = x[x[:, 0] > 0]
     return self.blocks[2](self.blocks[1](x)) / len(x)
 
 
-def counts(self: Net, x: Tensor) -> Tensor:
+def counts(self: Any, x: Tensor) -> Tensor:
     self.count = getattr(self, "count", 0) + 1
     return self.run(self.embed(x)) * self.count
 
 
-def python_number(self: Net, x: Tensor) -> Tensor:
+def python_number(self: Any, x: Tensor) -> Tensor:
     return self.run(self.embed(x)) * random.random()
 
 
-def numpy_number(self: Net, x: Tensor) -> Tensor:
+def numpy_number(self: Any, x: Tensor) -> Tensor:
     return self.run(self.embed(x)) + np.random.rand()
 
 
@@ -543,19 +543,19 @@ _OWN_RANDOM = random.Random(0)
 _OWN_NUMPY = np.random.default_rng(0)
 
 
-def own_random(self: Net, x: Tensor) -> Tensor:
+def own_random(self: Any, x: Tensor) -> Tensor:
     return self.run(self.embed(x)) * _OWN_RANDOM.random()
 
 
-def own_numpy(self: Net, x: Tensor) -> Tensor:
+def own_numpy(self: Any, x: Tensor) -> Tensor:
     return self.run(self.embed(x)) * float(_OWN_NUMPY.random())
 
 
-def clock(self: Net, x: Tensor) -> Tensor:
+def clock(self: Any, x: Tensor) -> Tensor:
     return self.run(self.embed(x)) * time.perf_counter()
 
 
-def layer_drop(self: Net, x: Tensor) -> Tensor:
+def layer_drop(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     for block in self.blocks:
         if torch.rand(()) > 0.5:
@@ -563,19 +563,19 @@ def layer_drop(self: Net, x: Tensor) -> Tensor:
     return x
 
 
-def earlier_call(self: Net, x: Tensor) -> Tensor:
+def earlier_call(self: Any, x: Tensor) -> Tensor:
     x = self.run(self.embed(x) + getattr(self, "memory", 0))
     self.memory = x.detach()
     return x
 
 
-def buffer_of_two_stages(self: Net, x: Tensor) -> Tensor:
+def buffer_of_two_stages(self: Any, x: Tensor) -> Tensor:
     x = self.blocks[1](self.blocks[0](self.embed(x)))
     self.shift.add_(x.detach().mean(0))
     return self.blocks[2](x) + self.shift
 
 
-def view_and_base(self: Net, x: Tensor) -> Tensor:
+def view_and_base(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x) * 1.0
     view = x[0]
     y = self.blocks[0](x)
@@ -584,7 +584,7 @@ def view_and_base(self: Net, x: Tensor) -> Tensor:
     return self.blocks[2](y + x)
 
 
-def in_vmap(self: Net, x: Tensor) -> Tensor:
+def in_vmap(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     return self.blocks[2](self.blocks[1](torch.vmap(self.blocks[0])(x)))
 
@@ -613,7 +613,7 @@ def test_what_is_refused(body: Body, text: str) -> None:
 
 
 def test_a_generator_of_its_own_is_used_once() -> None:
-    def body(self: Net, x: Tensor) -> Tensor:
+    def body(self: Any, x: Tensor) -> Tensor:
         noise = torch.rand(2, 4, generator=_OWN)
         x = self.blocks[0](self.embed(x)) * noise
         return self.blocks[2](self.blocks[1](x) * noise)
@@ -650,7 +650,7 @@ def test_a_value_is_freed_when_the_next_one_is_there() -> None:
 
 
 def test_an_error_is_the_users_own() -> None:
-    def body(self: Net, x: Tensor) -> Tensor:
+    def body(self: Any, x: Tensor) -> Tensor:
         return self.run(self.embed(x)[:, :3])
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
