@@ -7,7 +7,7 @@ Pieces(2 stages: 20, 10 parameters)
 """
 
 from taktline.split.balanced.auto import auto
-from taktline.split.named.by_names import by_names
+from taktline.split.by_names import by_names
 from taktline.split.on_meta.deferred import deferred
 from taktline.split.on_meta.materialise import materialise
 from taktline.split.stages import Pieces, by_hand

@@ -19,8 +19,8 @@ from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.balanced.times import Measure
-from taktline.split.named.by_names import without_compiler
-from taktline.split.named.stage_forward import has_dynamic_shapes
+from taktline.split.by_names import without_compiler
+from taktline.split.recorded_stage import has_dynamic_shapes
 from taktline.stage import PipelineStage, compile_stages
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared

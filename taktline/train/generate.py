@@ -1,8 +1,8 @@
 """Greedy generation with a causal language model on a pipeline.
 
 Each token is one evaluation, in which the micro-batches follow each other through the stages. For
-models of transformers, each stage keeps the keys and values of its own layers, for each
-micro-batch. Other models compute the whole text again for each token.
+models of transformers in one stage, keys and values are kept for each micro-batch. Others compute
+the whole text again for each token.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from taktline.checks import refuse, require_flag, require_instance, require_whol
 from taktline.errors import ArgumentError, TaktlineError, UseError
 from taktline.runtime.fingerprint import digest_of
 from taktline.runtime.leaves import describe
+from taktline.split.recorded_stage import model_of
+from taktline.stage.names import unwrapped
 from taktline.text import by_rank
 from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
@@ -110,7 +112,8 @@ def _agreed(built: Built, request: Request, model: nn.Module | None) -> Callable
         _require_causal(model)
         _require_ignores_padding(model, request.attention_mask)
         digest = request.digest()
-        new_cache = cache_of(model) if request.use_cache else None
+        is_whole = built.plan.stages == 1  # a stage of several has no forward that takes a cache
+        new_cache = cache_of(model) if request.use_cache and is_whole else None
     except TaktlineError as raised:
         error = raised
 
@@ -144,7 +147,9 @@ def _difference(noun: str, _: Transport, rows: list[list[int]]) -> str | None:
 
 def _model(built: Built) -> nn.Module | None:
     """A module of this process that is a model of transformers, if there is one."""
-    modules = (module for stage in built.schedule._stages for module in stage.submod.modules())
+    stages = [unwrapped(stage.submod) for stage in built.schedule._stages]
+    whole = (model_of(stage) for stage in stages)
+    modules = [m for m in whole if m is not None] or [m for s in stages for m in s.modules()]
     return next((m for m in modules if callable(getattr(m, "can_generate", None))), None)
 
 

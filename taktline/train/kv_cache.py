@@ -1,12 +1,4 @@
-"""Keys and values of earlier tokens, kept by the stages of a model of transformers.
-
-A stage runs the forward of the whole model, but skips the layers of other stages. The modules that
-pass a cache to their layers get one in which the layers of other stages have only a length::
-
-    layer        0    1    2    3
-    stage 0    [keys values]  ·····    a cache for each micro-batch
-    stage 1     ·····  [keys values]
-"""
+"""Keys and values of earlier tokens, kept for each micro-batch of a model of transformers."""
 
 from __future__ import annotations
 
@@ -18,12 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 
 from taktline.errors import UseError
 from taktline.runtime.microbatch import split_value
-from taktline.split.named.placeholder import Placeholder
 from taktline.stage.names import unwrapped
 
 _PAST = "past_key_values"
@@ -37,22 +27,9 @@ def cache_of(model: Any) -> Callable[[], Any] | None:
         return None
     from transformers import DynamicCache
 
-    class StageCache(DynamicCache):
-        """Keeps the keys and values of the layers of one stage."""
-
-        def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any) -> Any:
-            kept = getattr(self.layers[layer_idx], "keys", None)
-            has_length_alone = kept is not None and kept.shape[-1:] == (1,)
-            if not isinstance(key_states, Placeholder) and not has_length_alone:
-                return super().update(key_states, value_states, layer_idx, *args)
-            # A layer of another stage, of which the forward needs only shapes.
-            new = key_states.shape[-2]
-            earlier = (0, 0, self.get_mask_sizes(new, layer_idx)[0] - new, 0)
-            return pad(key_states, earlier), pad(value_states, earlier)
-
     kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
     plain = kinds and kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
-    return partial(StageCache, config=model.config) if plain else None
+    return partial(DynamicCache, config=model.config) if plain else None
 
 
 def _cache_users(model: nn.Module) -> list[nn.Module]:

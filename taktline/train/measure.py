@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -18,11 +20,11 @@ from taktline.meta import as_arguments, name_of
 from taktline.private import private
 from taktline.side_values import Aside, Skip
 from taktline.split.arguments import arguments_of, tensors_in
-from taktline.split.balanced.costs import OperationCounter
-from taktline.split.named.changes import Changes
+from taktline.split.operations import OperationCounter
 from taktline.transport.containers import note_containers
 
 _log = logging.getLogger("taktline")
+_CONTAINERS = (list, dict, set, OrderedDict)
 
 _WITHOUT_DATA = "a prediction without data"
 _FakeMode = private("torch._subclasses.fake_tensor.FakeTensorMode", _WITHOUT_DATA)
@@ -46,9 +48,7 @@ class StageNeeds(NamedTuple):
 def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | None:
     """Run the stages without data, or else with that of the example; None if neither works."""
     # Forwards may count their calls, and these count for nothing.
-    changes = Changes(
-        {f"{at}.{path}": part for at, m in enumerate(modules) for path, part in m.named_modules()}
-    )
+    undo = _undo_of([part for module in modules for part in module.modules()])
     for run in (_run_without_data, _run_with_data):
         try:
             with torch.enable_grad(), _quietly():
@@ -59,8 +59,22 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | No
             text = f"{type(error).__name__}: {error}"
             _log.info("no prediction of work and memory by %s: %s", run.__name__[1:], text)
         finally:
-            changes.undo()
+            undo()
     return None
+
+
+def _undo_of(parts: Sequence[nn.Module]) -> Callable[[], None]:
+    """A function that gives modules the attributes, and the lists, dicts and hooks, of now."""
+    tables = [vars(part) for part in parts]
+    held = [value for table in tables for value in table.values() if type(value) in _CONTAINERS]
+    before = [(each, copy.copy(each)) for each in (*tables, *held)]
+
+    def undo() -> None:
+        for each, copied in before:
+            each.clear()
+            (each.extend if isinstance(each, list) else each.update)(copied)
+
+    return undo
 
 
 def _run_without_data(

@@ -10,7 +10,7 @@ from taktline.checkpoint.processes import Processes
 from taktline.checks import conform
 from taktline.split.arguments import Call
 from taktline.split.balanced.times import Measure, measure_times
-from taktline.split.named.forward_summary import Cut
+from taktline.split.steps import Cut
 from taktline.train.ranks import Ranks
 
 

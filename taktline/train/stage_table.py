@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
-from taktline.split.named.stage_forward import crossings_of
+from taktline.split.recorded_stage import crossings_of
 from taktline.stage.names import named_parameters
 from taktline.text import size_text, table
 from taktline.train.measure import StageNeeds, measure

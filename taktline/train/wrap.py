@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from taktline.errors import MismatchError
-from taktline.split.named.containers import with_own_tables
+from taktline.split.recorded_stage import with_own_tables
 from taktline.split.traced.stage_module import StageModule
 from taktline.stage.grad_sync import sync_of
 from taktline.train.ranks import Ranks

@@ -117,16 +117,9 @@ def test_stages_begin_where_they_can() -> None:
     model = Skips()
     x = torch.randn(2, 4)
     pieces = auto(model, 3, (x,))
-    assert starts(pieces) == ("", "layers.4", "layers.5")
-    with pytest.raises(PartitionError) as caught:
-        auto(model, 5, (x,))
-    assert str(caught.value) == (
-        "Skips cannot be cut into 5 stages, but into 3 stages or fewer: its forward calls 6 layers "
-        "('layers.0', 'layers.1', 'layers.2', …, 'layers.5'); no stage can begin with 'layers.1', "
-        "'layers.2', 'layers.3' (with 'layers.1': 'layers.4' in stage 1 uses a value that the "
-        "forward has made from 'layers.0' with random numbers in stage 0, which no other stage can "
-        "draw again; draw them in a submodule, or cut the model elsewhere)"
-    )
+    assert starts(pieces) == ("", "layers.2", "layers.4")
+    with pytest.raises(PartitionError, match=r"Skips cannot be cut into 7 stages, but into 6"):
+        auto(model, 7, (x,))
     pieces = auto(model.eval(), 3, (x,))
     assert starts(pieces) == ("", "layers.2", "layers.4")
     assert torch.equal(pieces(x), model(x))

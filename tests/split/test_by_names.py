@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import taktline as tl
 from taktline import skip
-from taktline.split.named import known_calls
+from taktline.split import kinds
 from taktline.stage import ties
 from tests.split.models import ResNet, ViT
 from tests.split.training import gradients, require_same
@@ -120,7 +120,6 @@ def test_together_the_pieces_are_the_model(name: str) -> None:
     parameters = dict(model.named_parameters())
     found: dict[str, Tensor] = {}
     for piece in pieces:
-        assert isinstance(piece, type(model))
         assert not found.keys() & dict(piece.named_parameters()).keys()
         found.update(piece.named_parameters())
     assert found.keys() == parameters.keys()
@@ -235,8 +234,6 @@ def test_types_of_the_model_itself_change_with_the_pieces() -> None:
     pieces = tl.split.by_names(model, ["blocks.2"], example=(x.float(),))
     for piece in pieces:
         piece.to(torch.bfloat16)
-    stand_in: Any = pieces[1]
-    assert stand_in.pos_embed.dtype is torch.bfloat16
     assert torch.equal(pieces(x), make("vit").bfloat16()(x))
 
 
@@ -272,12 +269,10 @@ def test_a_piece_can_be_copied() -> None:
 
 
 def test_lengths_that_keep_changing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_calls, "_SIZE", 8)
+    monkeypatch.setattr(kinds, "_SIZE", 8)
     model = Filled()
     pieces = tl.split.by_names(model, ["layers.1", "layers.3"], example=(torch.ones(1, 4),))
     for length in (*range(1, 20), 1):
         x = torch.ones(length, 4)
         assert torch.equal(pieces(x), model(x))
-    forwards = [vars(piece)["_stage_forward"] for piece in pieces]
-    known = [*forwards, *forwards[0].layout.probes.values()]
-    assert {len(each._known) for each in known} == {8}
+    assert {len(vars(piece)["_runner"]._programs) for piece in pieces} == {8}

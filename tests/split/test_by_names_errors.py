@@ -53,31 +53,10 @@ class Again(Model):
         return self.embed(self.layers[0](self.embed(x)))
 
 
-class Changed(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        early = self.embed(x)
-        x = self.layers[0](early * 2)
-        return self.layers[1](early.add_(1) + x)
-
-
-class Drawn(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        noise = F.dropout(self.embed(x)) * 2
-        x = self.layers[0](noise * 2)
-        return self.layers[1](noise + x)
-
-
 class Asks(Model):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         return self.layers[0](x) if x.sum() > 0 else x
-
-
-class Writes(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        room = torch.zeros(4, 4)
-        room[:2] = self.embed(x)
-        return self.layers[0](room)
 
 
 class Jagged(nn.Linear):
@@ -88,12 +67,6 @@ class Jagged(nn.Linear):
 class Values(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.values())
-
-
-class Hidden(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.listed = [self.embed]
 
 
 def wrapped() -> nn.Module:
@@ -133,16 +106,12 @@ ONE = ["layers.0"]
         (Loop(), ["layers.1", "layers.0@1", "layers.1"], r"cuts name 'layers.1' twice"),
         (Loop(), ["layers.1@1", "layers.0"], r"calls 'layers.0' before 'layers.1@1'; list"),
         (Again(), ONE, r"calls 'embed' in stages 0 and 1, and each would change its own"),
-        (Changed(), ONE, r"'layers.1' in stage 1 uses embed \(its output\) of .* changed in place"),
-        (Drawn(), ONE, r"'layers.1' in stage 1 uses a value .* from 'embed' with random numbers"),
-        (Asks(), ONE, r"Asks does not call 'layers.0', so no stage can begin there; name"),
-        (Writes(), ONE, r"writes \(aten.copy_.default\) a value of 'embed' into a tensor"),
-        (Hidden(), ONE, r"Hidden keeps submodules in its attribute 'listed', .* use a ModuleList"),
+        (Asks(), ONE, r"test_by_names_errors.py:\d+: __bool__ needs the data of a value that sub"),
         (wrapped(), ONE, r"forward of Model was replaced on this object.* before its forw"),
         (
             Pair(Jagged(4, 4), Values(4, 4)),
             ["second"],
-            r"'first' returns a nested tensor \(jagged\), which cannot go .* values\(\) and",
+            r"a nested tensor cannot go from stage to stage; return its values\(\) and",
         ),
     ],
 )  # fmt: skip
@@ -187,46 +156,18 @@ def test_without_an_example_the_order_is_that_of_definition() -> None:
         pieces(X)
 
 
-def test_a_way_that_differs_from_the_example() -> None:
-    model = Model()
-    pieces = tl.split.by_names(model, ["layers.2"], example=(X,))
-    given = pieces[0](X)
-    vars(pieces[1])["order"] = [0, 1]
-    with pytest.raises(PartitionError, match=r"does not call 'layers.2', so no stage can begin"):
-        pieces[1](*given)
-    vars(pieces[0])["order"] = [0, 3]
-    with pytest.raises(PartitionError, match=r"'layers.3', which is in stage 1, in the middle of"):
-        pieces[0](X)
-    pieces = tl.split.by_names(model, ["norm"], example=(X,))
-    assert pieces(X).shape == X.shape
-    vars(pieces[0])["ends"] = True
-    with pytest.raises(PartitionError, match=r"Model ended without a call of 'norm'; every"):
-        pieces[0](X)
-
-
 def test_pieces_on_their_own() -> None:
     pieces = tl.split.by_names(Model(), ["layers.2"], example=(X,))
     with pytest.raises(PartitionError, match=r"stage 1 takes what stage 0 returns, not the arg"):
         pieces[1](X)
-    with pytest.raises(PartitionError, match=r"'embed' belongs to another stage; it cannot be"):
-        pieces[1].get_submodule("embed")(X)
     assert pieces[1].get_submodule("layers.2")(X).shape == X.shape
 
 
 def test_pieces_of_different_models() -> None:
     one = tl.split.by_names(Pair(nn.Linear(4, 4), nn.Linear(4, 4)), ["second"])
     two = tl.split.by_names(Pair(nn.LSTM(4, 4), nn.Identity()), ["second"])
-    with pytest.raises(PartitionError, match=r"'second', .* expects 3 tensors .* but got 1"):
+    with pytest.raises(PartitionError, match=r"stage 1 takes 3 tensors of stage 0, and got 1"):
         two[1](*one[0](X))
-    values, *call = one[0](X)
-    with pytest.raises(PartitionError, match=r"expects a tensor of shape \[2, 4\] .* \[1, 4\]"):
-        one[1]((values[0][:1],), *call)
-
-
-def test_a_slice_takes_one_value() -> None:
-    pieces = tl.split.by_names(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ["1"])
-    with pytest.raises(PartitionError, match=r"stage 1 takes the one value that stage 0 returns"):
-        pieces[1](X, X)
 
 
 @pytest.mark.parametrize("cuts", [["2", "1"], ["1.0", "0"]])
@@ -236,12 +177,19 @@ def test_slices_in_another_order(cuts: list[str]) -> None:
         tl.split.by_names(model, cuts)
 
 
-@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "use_cache"])
-def test_what_all_layers_return(name: str) -> None:
+def test_no_stage_has_the_cache_of_all_layers() -> None:
     pieces = tl.split.by_names(LANGUAGES["llama"].make(), LANGUAGES["llama"].cuts(2))
-    message = f"{name} needs the outputs of the layers of all stages"
-    with pytest.raises(PartitionError, match=message):
-        pieces(texts(1)[0], **{name: True})
+    with pytest.raises(PartitionError, match="use_cache needs the keys and values of the layers"):
+        pieces(texts(1)[0], use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_what_all_layers_return(name: str) -> None:
+    model = LANGUAGES["llama"].make()
+    pieces = tl.split.by_names(model, LANGUAGES["llama"].cuts(2))
+    found, right = (each(texts(1)[0], **{name: True}) for each in (pieces, model))
+    key = name.removeprefix("output_")
+    assert all(map(torch.equal, found[key], right[key]))
 
 
 def test_every_rank_raises() -> None:
@@ -264,8 +212,7 @@ def test_every_rank_raises() -> None:
 
 def test_a_batch_that_a_submodule_cannot_take() -> None:
     pieces = tl.split.by_names(Model(), ONE, example=(torch.zeros(2, 4),))
-    text = r"'embed', given float32\[2, 5\], raises RuntimeError: .*mat1 .* pass arguments that"
-    with pytest.raises(PartitionError, match=text):
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         pieces(torch.zeros(2, 5))
 
 
@@ -276,13 +223,7 @@ def test_an_example_without_data() -> None:
 
 
 def test_hooks_of_the_model_itself() -> None:
-    model = LANGUAGES["llama"].make()
-    seen: list[Any] = []
-    model.register_forward_pre_hook(lambda module, args: seen.append(args))
-    pieces = tl.split.by_names(model, LANGUAGES["llama"].cuts(2))
-    pieces(texts(1)[0])
-    assert len(seen) == 2
-    model.register_forward_hook(lambda module, args, output: output)
-    pieces = tl.split.by_names(model, LANGUAGES["llama"].cuts(2))
-    with pytest.raises(PartitionError, match=r"a hook of LlamaForCausalLM itself changes the"):
-        pieces(texts(1)[0])
+    model = Model()
+    model.register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(PartitionError, match=r"Model has a hook, but is cut: it runs once, while"):
+        tl.split.by_names(model, ONE, example=(X,))

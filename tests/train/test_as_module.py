@@ -72,7 +72,8 @@ def test_modules_have_the_names_of_the_model() -> None:
     model = Model()
     names = dict(model.named_modules())
     found = dict(make(model).named_modules())
-    assert set(found) == set(names)
+    # What has no parameters runs as steps between modules.
+    assert set(found) == {name for name in names if name != "drop"}
     pipe = make([nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))])
     assert [name for name, _ in pipe.named_modules()] == ["0", "0.0", "1", "1.0"]
     assert len(list(pipe.modules())) == 4

@@ -108,29 +108,6 @@ def test_without_a_cache(llama: tl.Pipeline) -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_cache_is_on_the_stages_of_its_layers(
-    llama: tl.Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from taktline.train import kv_cache
-
-    made = []
-
-    class Keeper(kv_cache.Keeper):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-    monkeypatch.setattr("taktline.train.generate.Keeper", Keeper)
-    llama.generate(prompts(), max_new_tokens=2)
-    sizes = [
-        [[layer.keys.numel() for layer in cache.layers] for cache in keeper._caches.values()]
-        for keeper in made
-    ]
-    heads, width, length = 2, 8, LENGTH + 1
-    assert sizes[0] == [[r * heads * width * length] * 2 + [length] * 2 for r in (2, 2, 1)]
-    assert sizes[1] == [[length] * 2 + [r * heads * width * length] * 2 for r in (2, 2, 1)]
-
-
 class Causal(nn.Module):
     """A language model of somebody's own: each word depends on the mean of those before."""
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from taktline.split.balanced import times
 from taktline.split.balanced.auto import _count
-from taktline.split.named.by_names import as_call
-from taktline.split.named.recurrent import open_recurrent, recurrent_in
+from taktline.split.by_names import as_call
 from tests.zoo.architecture import Architecture
 
 _MATTERS = 0.01
@@ -62,10 +61,9 @@ def compare(architecture: Architecture, rows: int = 2) -> Compared:
     """Count the layers of an architecture, and measure them by the time of the processor."""
     model = architecture.make()
     call = as_call(model, architecture.call(rows))
-    whole = open_recurrent(model, [f"{name}.0" for name in recurrent_in(model)])
-    counted = _count(whole, call)[1].operations
+    counted = _count(model, call)[1].operations
     with mock.patch.object(times, "_clock", time.process_time):  # others may be busy, too
-        measured = times.measure_times(whole, {cut.unit for cut in counted}, call)
+        measured = times.measure_times(model, {cut.unit for cut in counted}, call)
     alike: dict[float, list[float]] = defaultdict(list)
     for cut in counted:
         if cut in measured:

@@ -14,13 +14,12 @@ from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.arguments import Call
 from taktline.split.balanced.costs import LayerCosts, count_operations
-from taktline.split.balanced.layers import find_reused, find_starts, layer_layout, why_not
+from taktline.split.balanced.layers import find_reused, find_starts, open_layers, why_not
 from taktline.split.balanced.times import Measure, measure_times
-from taktline.split.named.by_names import as_call, by_names, without_compiler
-from taktline.split.named.forward_summary import Cut
-from taktline.split.named.layout import Layout
-from taktline.split.named.recurrent import open_recurrent, recurrent_in, tensors_of
+from taktline.split.by_names import as_call, example_call, pieces_of, without_compiler
+from taktline.split.empty_model import EmptyModel
 from taktline.split.stages import Pieces
+from taktline.split.steps import Cut, Record
 from taktline.text import counted, table
 
 
@@ -73,21 +72,21 @@ def divide(
 ) -> Pieces:
     """Cut a model as :func:`auto` does; ``measure`` returns the times of its layers."""
     model = without_compiler(model)
-    call = as_call(model, example)
-    whole = open_recurrent(model, [f"{name}.0" for name in recurrent_in(model)])
-    layout, counted_costs = _count(whole, call)
+    call = example_call(model, as_call(model, example))
+    empty, counted_costs = _count(model, call)
     costs: Mapping[Cut, float] = counted_costs.operations
-    starts = find_starts(layout, list(costs), call)
+    record = counted_costs.record
+    starts = find_starts(record, list(costs))
     if len(starts) < n:
-        raise _too_many_stages(model, n, layout, list(costs), starts, call)
+        raise _too_many_stages(model, n, record, list(costs), starts)
     if measure is not None:
-        times = measure(whole, {cut.unit for cut in costs}, call)
+        times = measure(model, {cut.unit for cut in costs}, call)
         costs = {cut: times.get(cut, 0.0) for cut in costs}
-    memory = {cut: sum(t.nbytes for t in tensors_of(whole, cut.unit)) for cut in costs}
+    memory = {cut: _bytes_of(model.get_submodule(cut.unit)) for cut in costs}
     groups = _grouped(list(costs), starts[1:])
     partition = balance(_sums(costs, groups), n, memory=_sums(memory, groups), limits=limits)
     cuts = [starts[bound] for bound in partition.bounds[1:-1]]
-    pieces = by_names(model, tuple(map(str, cuts)), example=example)
+    pieces = pieces_of(model, empty, cuts, call, record)
     # A module that a stage calls several times takes its memory once.
     once = [{cut.unit: memory[cut] for cut in calls} for calls in _grouped(list(memory), cuts)]
     partition = replace(partition, stage_memory=tuple(sum(sizes.values()) for sizes in once))
@@ -96,14 +95,18 @@ def divide(
     return pieces
 
 
-def _count(model: nn.Module, call: Call) -> tuple[Layout, LayerCosts]:
+def _count(model: nn.Module, call: Call) -> tuple[EmptyModel, LayerCosts]:
     """The layers of a model with their costs; a module that is called again is several layers."""
-    layout = layer_layout(model)
-    costs = count_operations(layout, call)
+    empty = open_layers(model)
+    costs = count_operations(empty, call)
     if reused := find_reused(model, costs):
-        layout = layer_layout(model, reused)
-        costs = count_operations(layout, call)
-    return layout, costs
+        empty = open_layers(model, reused)
+        costs = count_operations(empty, call)
+    return empty, costs
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +135,15 @@ class Division:
 def _too_many_stages(
     model: nn.Module,
     n: int,
-    layout: Layout,
+    record: Record,
     layers: Sequence[Cut],
     starts: Sequence[Cut],
-    call: Call,
 ) -> PartitionError:
     """The error for more stages than there are layers with which one can begin."""
     others = [cut for cut in layers if cut not in starts]
     why = ""
     if others:
-        reason = why_not(layout, others[0], call)
+        reason = why_not(record, others[0])
         why = f"; no stage can begin with {_listed(others)} (with {others[0]!r}: {reason})"
     would_do = f"{len(starts)} stages or fewer" if len(starts) > 1 else "1 stage"
     return PartitionError(

@@ -8,24 +8,20 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.arguments import Call
 from taktline.split.balanced.costs import LayerCosts
-from taktline.split.named.containers import ancestors, joined
-from taktline.split.named.dry_run import dry_run, find_refused_cuts
-from taktline.split.named.forward_summary import Cut
-from taktline.split.named.layout import Layout
-from taktline.split.named.recurrent import Layer, Layers
-from taktline.split.named.units import ROWS
+from taktline.split.cut import Placement
+from taktline.split.empty_model import EmptyModel, ancestors, joined, units_of
+from taktline.split.steps import Cut, Record
 
-_ROWS: tuple[type, ...] = (*ROWS, Layers)
+_ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MATTERS = 10
 """A row counts if it has at least a tenth of the parameters of the largest one."""
 _OFTEN = 64
 """A module that is called more often loops over time, or over a list of data."""
 
 
-def layer_layout(model: nn.Module, reused: Collection[str] = ()) -> Layout:
-    """A layout without cuts, whose units are the layers of a model, and what is around them.
+def open_layers(model: nn.Module, reused: Collection[str] = ()) -> EmptyModel:
+    """A model without data, whose units are the layers of a model, and what is around them.
 
     The rows of layers are those with the most parameters that repeat a kind of layer, such as those
     of an encoder and a decoder; rows beside them, such as the groups of blocks of a residual
@@ -51,10 +47,10 @@ def layer_layout(model: nn.Module, reused: Collection[str] = ()) -> Layout:
     return _opened(model, opened, reused)
 
 
-def _opened(model: nn.Module, containers: Iterable[str], reused: Iterable[str]) -> Layout:
-    """A layout in which some modules, and those around them, are containers."""
+def _opened(model: nn.Module, containers: Iterable[str], reused: Iterable[str]) -> EmptyModel:
+    """A model without data in which some modules, and those around them, are containers."""
     units = [*(_first(model, name) for name in containers), *reused]
-    return Layout.of(model, [Cut(name) for name in units]).with_cuts(())
+    return EmptyModel(model, list(units_of(model, [Cut(name) for name in units])))
 
 
 def find_reused(model: nn.Module, seen: LayerCosts) -> list[str]:
@@ -81,21 +77,20 @@ def find_reused(model: nn.Module, seen: LayerCosts) -> list[str]:
     ]
 
 
-def find_starts(layout: Layout, units: Sequence[Cut], call: Call) -> list[Cut]:
+def find_starts(record: Record, units: Sequence[Cut]) -> list[Cut]:
     """The calls of units with which a stage can begin, in order."""
-    calls = Counter(cut.unit for cut in units)
-    cuts = [cut for cut in units[1:] if not cut.call or calls[cut.unit] <= _OFTEN]
-    refused = find_refused_cuts(layout.with_cuts(cuts), *call)
-    return [*units[:1], *(cut for cut in cuts if cut not in refused)]
+    return [*units[:1], *(cut for cut in units[1:] if not why_not(record, cut))]
 
 
-def why_not(layout: Layout, cut: Cut, call: Call) -> str:
-    """Why no stage can begin with a call of a unit."""
+def why_not(record: Record, cut: Cut) -> str:
+    """Why no stage can begin with a call of a unit; empty if one can."""
+    if cut.call and record.calls()[cut.unit] > _OFTEN:
+        return f"{cut.unit!r} is called more than {_OFTEN} times"
     try:
-        dry_run(layout.with_cuts([cut]), *call)
+        Placement(record, [cut], "the model").plans()
     except PartitionError as error:
         return str(error)
-    return f"{cut.unit!r} is called more than {_OFTEN} times"
+    return ""
 
 
 def _rows(model: nn.Module) -> list[str]:
@@ -136,9 +131,7 @@ def _spine(model: nn.Module) -> str:
 
 
 def _repeats(row: nn.Module) -> bool:
-    kinds = Counter(
-        type(layer) for layer in row.children() if _count(layer) or isinstance(layer, Layer)
-    )
+    kinds = Counter(type(layer) for layer in row.children() if _count(layer))
     return max(kinds.values(), default=0) > 1
 
 

@@ -17,8 +17,7 @@ from taktline.device import keep_generators
 from taktline.errors import PartitionError, text_of
 from taktline.side_values import Aside
 from taktline.split.arguments import Call, tensors_in
-from taktline.split.named.changes import Changes
-from taktline.split.named.forward_summary import Cut
+from taktline.split.steps import Cut
 
 _RUNS = (5, 20)
 """The fewest and the most runs of a call; of a quick one there are more."""
@@ -43,10 +42,10 @@ def measure_times(
     here = next((tensor.device for tensor in tensors), torch.device("cpu"))
     device = device or (torch.device("cpu") if here.type == "meta" else here)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda part: part.to(here), call)
-    named = {name: model.get_submodule(name) for name in units}
     calls: Counter[str] = Counter()
     times: dict[Cut, float] = {}
     aside = Aside(0, {})
+    named: dict[str, nn.Module] = {}
 
     def run(name: str, *args: Any, **kwargs: Any) -> Any:
         took, output = _time(named[name], (args, kwargs), device, aside)
@@ -54,17 +53,17 @@ def measure_times(
         calls[name] += 1
         return pytree.tree_map_only(torch.Tensor, lambda part: part.detach().to(here), output)
 
-    changes = Changes(dict(model.named_modules()))
     try:
+        # A forward may change what it finds: buffers, and attributes of modules.
+        whole = copy.deepcopy(model, {id(part): part for part in model.parameters()})
+        named = {name: whole.get_submodule(name) for name in units}
         with _replaced(named, run), keep_generators([here, device]), torch.no_grad(), aside:
-            model(*args, **kwargs)
+            whole(*args, **kwargs)
     except Exception as error:  # the model's code may raise anything
         raise PartitionError(
             f"the layers of {type(model).__name__} cannot be measured: {type(error).__name__}: "
             f"{text_of(error)}; leave out measure=True, or say where to cut"
         ) from error
-    finally:
-        changes.undo()
     return times
 
 

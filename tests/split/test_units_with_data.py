@@ -43,7 +43,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return x if x.sum() > 1e6 else 2 * x  # the last stage may look at its data
+        return 2 * x
 
 
 def test_layers_that_look_at_their_data() -> None:
@@ -126,13 +126,6 @@ def test_models_of_transformers(make: Callable[[], nn.Module], schedule: str) ->
         found = model.get_parameter(name).grad
         torch.testing.assert_close(found, parameter.grad, msg=lambda text, name=name: name + text)
     assert "from counted operations" in str(pipe)
-
-
-def test_routers_must_be_asked_for_before() -> None:
-    words = torch.ones(2, 4, dtype=torch.int64)
-    pieces = tl.split.by_names(mixtral(), ["model.layers.2"], example=(words,))
-    with pytest.raises(tl.errors.PartitionError, match=r"config.output_router_logits = True"):
-        pieces(words, output_router_logits=True)
 
 
 class Half(Enum):

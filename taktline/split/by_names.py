@@ -1,0 +1,243 @@
+"""Cuts a model at submodules by name: its forward is recorded, and each stage runs its steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from taktline import pytree
+from taktline.checks import refuse, require_instance, require_iterable
+from taktline.errors import PartitionError
+from taktline.split.arguments import Call, arguments_of, tensors_in
+from taktline.split.empty_model import EmptyModel, joined, require_plain, units_of
+from taktline.split.hugging_face import without_cache, without_padding
+from taktline.split.kinds import key_of
+from taktline.split.recorded_stage import CutModel, Known, make_stage
+from taktline.split.stages import Pieces
+from taktline.split.steps import Cut, Modes, Record
+from taktline.stage.names import unwrapped
+from taktline.text import did_you_mean
+
+_log = logging.getLogger("taktline")
+_CUTS = "a list of names of submodules"
+
+
+def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> Pieces:
+    """Cut a model at submodules that its forward calls.
+
+    The forward runs once, without the data of its layers, and is recorded. Each stage runs its own
+    steps of it. What depends on the model's arguments alone (masks, positions, rotary embeddings)
+    each stage computes by itself; everything else goes from stage to stage.
+
+    Args:
+        model: any module; it stays unchanged, and the stages have its own parameters. It may be
+            on the meta device.
+        cuts: the names of the submodules with which a new stage begins, in the order of their
+            calls. Of one that is called several times, ``"block@3"`` is the call after three
+            others; it then lies in several stages, as a tied weight.
+        example: a micro-batch, to record the forward: a tuple of arguments, or ``(args, kwargs)``.
+            Hugging Face models have one themselves; without one, submodules are taken to be called
+            in the order of their definition, and the first call records.
+
+    >>> import taktline as tl
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> pieces = tl.split.by_names(model, ["2"])
+    >>> [name for name, _ in pieces[1].named_parameters()]
+    ['2.weight', '2.bias']
+    >>> x = torch.ones(2, 4)
+    >>> torch.equal(pieces(x), model(x))
+    True
+    """
+    require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
+    model = without_compiler(model)
+    given = require_iterable("cuts", cuts, _CUTS, PartitionError)
+    if not all(isinstance(cut, str) for cut in given):
+        refuse("cuts", _CUTS, cuts, PartitionError)
+    starts = checked_cuts(model, given)
+    require_plain(model, starts)
+    empty = EmptyModel(model, list(units_of(model, starts)))
+    if example is not None:
+        return pieces_of(model, empty, starts, example_call(model, as_call(model, example)))
+    return pieces_of(model, empty, starts, None)
+
+
+def example_call(model: nn.Module, call: Call) -> Call:
+    """The arguments with which the forward of a model is recorded."""
+    args, kwargs = call
+    return args, without_cache(_arguments_of(model)[len(args) :], kwargs)
+
+
+def _arguments_of(model: nn.Module) -> tuple[str, ...]:
+    return tuple(signature(type(model).forward).parameters)[1:]
+
+
+def pieces_of(
+    model: nn.Module,
+    empty: EmptyModel,
+    cuts: Sequence[Cut],
+    call: Call | None,
+    record: Record | None = None,
+) -> Pieces:
+    """The stages of a model; ``record`` is that of the call, if it was recorded before."""
+    cut = CutModel(empty, cuts, _arguments_of(model))
+    known = _dummy_inputs(cut, model) if call is None else _learned(cut, model, call, record)
+    if known is None:
+        _place_by_definition(cut, model)
+    else:
+        cut.is_example = call is not None
+        _place_by_use(cut, model, known)
+    return Pieces([make_stage(model, cut, stage) for stage in range(cut.stages)])
+
+
+def _learned(cut: CutModel, model: nn.Module, call: Call, record: Record | None = None) -> Known:
+    """The recorded forward of an example."""
+    tensors: list[Any] = []
+    key = key_of(call, tensors)
+    device = next((t.device.type for t in tensors if isinstance(t, torch.Tensor)), "cpu")
+    with torch.enable_grad(), torch.inference_mode(False):
+        modes = Modes.now(("cpu",) if device in ("cpu", "meta") else ("cpu", device))
+        return cut.learn((key, model.training, modes, False, 0), call, model.training, 0, record)
+
+
+def _dummy_inputs(cut: CutModel, model: nn.Module) -> Known | None:
+    """The recorded forward of the example of a Hugging Face model; None if there is none."""
+    dummies = getattr(model, "dummy_inputs", None)
+    if not isinstance(dummies, dict):
+        return None
+    kwargs = {name: without_padding(model, dummy) for name, dummy in dummies.items()}
+    try:
+        return _learned(cut, model, example_call(model, as_call(model, ((), kwargs))))
+    except PartitionError:
+        raise
+    except Exception as error:
+        # Image models have words as an example, too, and may raise anything over them.
+        _log.info("dummy_inputs do not fit the model: %s: %s", type(error).__name__, error)
+        return None
+
+
+def without_compiler(model: nn.Module) -> nn.Module:
+    """The model inside of ``torch.compile(model)``: stages do not run the compiled whole."""
+    inside = model._modules.get("_orig_mod")
+    if inside is None and model._compiled_call_impl is None:
+        return model
+    _log.warning(
+        "the model was compiled as a whole, but its stages are not; compile its blocks "
+        "(block.compile()), or pass compile=True"
+    )
+    return model if inside is None else inside
+
+
+def checked_cuts(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
+    """The cuts; raises if one is not a submodule, is there twice, or lies inside of another."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    read = [Cut.read(text, names) for text in cuts]
+    for place, cut in enumerate(read):
+        unit = cut.unit
+        if unit not in names:
+            raise PartitionError(
+                f"cuts name {unit!r}, but {type(model).__name__} has no such submodule; "
+                f"{did_you_mean(unit, names)}"
+            )
+        if cut in read[:place]:
+            raise PartitionError(f"cuts name {cut!r} twice; name it once")
+        inside = next((other.unit for other in read if unit.startswith(f"{other.unit}.")), None)
+        if inside is not None:
+            raise PartitionError(
+                f"the cut {unit!r} is inside {inside!r}, which begins a stage as a whole; cut at "
+                f"the first submodule of {inside!r} instead"
+            )
+        if type(unwrapped(model.get_submodule(unit))).forward is nn.Module.forward:
+            raise PartitionError(
+                f"{unit!r} is a {type(model.get_submodule(unit)).__name__}, which is never called "
+                f"itself; cut inside it, such as at '{unit}.0'"
+            )
+    return tuple(read)
+
+
+def as_call(model: nn.Module, example: Any) -> Call:
+    """An example as the arguments of a call, on the device of the model."""
+    call = arguments_of(example)
+    for tensor in tensors_in(call):
+        if tensor.is_nested:
+            layout = str(tensor.layout).removeprefix("torch.")
+            raise PartitionError(
+                f"the example has a nested tensor ({layout}), which cannot go from stage to stage; "
+                "pass its values() and offsets()"
+            )
+    tensors = (*model.parameters(), *model.buffers())
+    device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+    if device is None:
+        return call
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:  # only its shape matters
+            return torch.zeros_like(tensor, device=device)
+        return tensor.to(device)
+
+    return pytree.tree_map_only(torch.Tensor, moved, call)
+
+
+def _place_by_use(cut: CutModel, model: nn.Module, known: Known) -> None:
+    """Put each unit and tensor into the stages that use it."""
+    record, plans = known
+    last = cut.stages - 1
+    used: dict[str, set[int]] = {}
+    for stage, plan in enumerate(plans):
+        for name in (*plan.units, *plan.states(record, is_last=stage == last)):
+            used.setdefault(name, set()).add(stage)
+    stage = 0
+    for name in cut.empty.units:
+        # A unit that is never called has a state, too: it goes with the one before it.
+        stage = min(used.get(name, {stage}))
+        cut.homes[name] = frozenset(used.get(name, {stage}))
+    written = {memory for step in record.steps for memory in step.writes}
+    for name in _own_tensors(cut, model):
+        is_fixed = name not in record.is_parameter and record.state_memory[name] not in written
+        everywhere = frozenset(range(cut.stages))
+        cut.homes[name] = everywhere if is_fixed else frozenset(used.get(name, {0}))
+    for name in used.keys() - cut.homes.keys():  # a tensor of a unit, without a call of it
+        cut.homes[name] = frozenset(used[name])
+
+
+def _own_tensors(cut: CutModel, model: nn.Module) -> list[str]:
+    """The names of parameters and buffers that are in no unit."""
+    inside = {id(part) for n in cut.empty.units for part in model.get_submodule(n).modules()}
+    return [
+        joined(path, key)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if id(module) not in inside
+        for table in (module._parameters, module._buffers)
+        for key, tensor in table.items()
+        if tensor is not None
+    ]
+
+
+def _place_by_definition(cut: CutModel, model: nn.Module) -> None:
+    """Put units into stages in the order in which the model defines them."""
+    for start in cut.cuts:
+        if start.call:
+            raise PartitionError(
+                f"the cut {start!r} is one of several calls of {start.unit!r}; pass example=, the "
+                "arguments of the model, to see what is between them"
+            )
+    stage = 0
+    for name in cut.empty.units:
+        if Cut(name) in cut.cuts:
+            expected = cut.cuts[stage] if stage < len(cut.cuts) else None
+            if Cut(name) != expected:
+                raise PartitionError(
+                    f"{name!r} is defined before {expected!r}; list the cuts in the "
+                    "order of their calls, and pass example=, the arguments of the model, if that "
+                    "is not the order of their definition"
+                )
+            stage += 1
+        cut.homes[name] = frozenset({stage})
+    parameters = cut.empty.parameters
+    for name in _own_tensors(cut, model):
+        everywhere = frozenset(range(cut.stages))
+        cut.homes[name] = frozenset({0}) if name in parameters else everywhere

@@ -1,0 +1,76 @@
+"""Kinds of calls: all that a forward can see of its arguments without their data."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+
+from taktline import pytree
+from taktline.split.nested import is_object
+
+Found = TypeVar("Found")
+
+_CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
+_SIZE = 64
+"""More entries than a program has buckets of sequence lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Sent instead of an argument of the model whose data no later stage needs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+pytree.register_pytree_node(
+    Absent,
+    lambda absent: ([], [absent.dtype, *absent.shape]),
+    lambda _, context: Absent(tuple(context[1:]), context[0]),
+)
+
+
+def key_of(value: Any, tensors: list[Any]) -> Any:
+    """All that a forward can see of an argument without its data; adds the tensors in it to a list.
+
+    Without pytree where possible: this runs in each call.
+    """
+    kind = type(value)
+    if kind is Absent or isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return (value.shape, value.dtype)
+    if kind is tuple or kind is list:
+        return (kind, *[key_of(part, tensors) for part in value])
+    if kind is dict:
+        return (kind, *[(key, key_of(part, tensors)) for key, part in value.items()])
+    if value is None or isinstance(value, _CONSTANTS):
+        return (kind, value)
+    if kind is slice:
+        return (kind, key_of((value.start, value.stop, value.step), tensors))
+    if is_object(value) and kind not in pytree.SUPPORTED_NODES:
+        return (kind, *[(key, key_of(part, tensors)) for key, part in vars(value).items()])
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: type(part) is Absent)
+    if spec.is_leaf():
+        return value  # compared by its own equality
+    return (spec, *[key_of(leaf, tensors) for leaf in leaves])
+
+
+class Latest(dict[Hashable, Found]):
+    """A dict that drops the entries which were made first.
+
+    >>> squares = Latest()
+    >>> for number in range(100):
+    ...     squares.keep(number, number * number)
+    >>> len(squares), next(iter(squares))
+    (64, 36)
+    """
+
+    def keep(self, key: Hashable, value: Found) -> None:
+        """Put a value last."""
+        self[key] = value
+        if len(self) > _SIZE:
+            del self[next(iter(self))]

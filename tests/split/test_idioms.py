@@ -1,0 +1,657 @@
+"""What forwards do between their submodules, and what becomes of it in stages."""
+
+from __future__ import annotations
+
+import random
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import taktline as tl
+from taktline.errors import PartitionError
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+Body = Callable[..., Any]
+
+
+class Net(nn.Module):
+    """Three blocks, and a forward that a test chooses."""
+
+    def __init__(self, body: Any, block: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList((block or (lambda: nn.Linear(4, 4)))() for _ in range(3))
+        self.head = nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.full((4,), 1.5))
+        self.register_buffer("shift", torch.full((4,), 0.25))
+        self.__dict__["body"] = body
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["body"](self, *args, **kwargs)
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def trained(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Outputs and gradients of two calls."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        given = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+        with tl.collect_losses() as added:
+            output = run(*given[0], **given[1])
+        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+        loss = sum((t.square().sum() for t in tensors if t.requires_grad), torch.zeros(()))
+        sum(added, start=loss).backward()
+        found += tensors
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return found, gradients, {name: b.clone() for name, b in model.named_buffers()}
+
+
+def require_same(
+    make: Callable[[], nn.Module], *args: Any, cuts: Any = ("blocks.1", "blocks.2"), **kwargs: Any
+) -> tl.split.Pieces:
+    """Train a model and its stages, which must do the same to the last bit."""
+    plain, model = make(), make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    pieces = tl.split.by_names(model, cuts, example=(args, kwargs))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    outputs, gradients, buffers = trained(pieces, model, *args, **kwargs)
+    right, right_gradients, right_buffers = trained(plain, plain, *args, **kwargs)
+    assert len(outputs) == len(right)
+    assert all(map(torch.equal, outputs, right))
+    for name, gradient in right_gradients.items():
+        found = gradients[name]
+        assert (found is None) == (gradient is None), name
+        assert gradient is None or torch.equal(found, gradient), name
+    for name, buffer in right_buffers.items():
+        assert torch.equal(buffers[name], buffer), name
+    return pieces
+
+
+def refused(make: Callable[[], nn.Module], text: str, *args: Any, **kwargs: Any) -> None:
+    """The cut, or the first call, must be refused, with the line of the forward."""
+    model = make()
+
+    def run() -> None:
+        pieces = tl.split.by_names(model, ["blocks.1", "blocks.2"], example=(args, kwargs))
+        for _ in range(20):
+            pieces(*args, **kwargs)
+
+    with pytest.raises(PartitionError, match=text):
+        run()
+
+
+# What is right
+
+
+def masks(self: Any, x: Tensor) -> Tensor:
+    mask = torch.arange(4, device=x.device) < x.shape[1] - 1
+    x = self.embed(x)
+    for block in self.blocks:
+        x = x + block(x).masked_fill(~mask, 0.0)
+    return self.head(x)
+
+
+def parameters(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x) * self.scale
+    x = self.blocks[0](x) + self.shift
+    x = self.blocks[1](x) * self.scale
+    return F.linear(self.blocks[2](x), self.embed.weight, self.embed.bias)
+
+
+def no_grad_in_parts(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    with torch.no_grad():
+        x = self.blocks[0](x) * 2
+    x = self.blocks[1](x)
+    with torch.no_grad():
+        norm = x.norm()
+    return self.blocks[2](x / norm)
+
+
+def mixed_types(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        x = self.blocks[0](self.embed(x))
+        with torch.autocast("cpu", enabled=False):
+            y = self.blocks[1](x.float())
+        return (self.blocks[2](y) @ y.t()).float()
+
+
+class Double(torch.autograd.Function):
+    """Whose gradient is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 5
+
+
+def own_function(self: Any, x: Tensor) -> Tensor:
+    x = Double.apply(self.embed(x))
+    return self.blocks[2](Double.apply(self.blocks[1](self.blocks[0](x))))
+
+
+def checkpoints(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    for block in self.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return self.head(x)
+
+
+def reentrant(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    for block in self.blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    return self.head(x)
+
+
+def one_checkpoint(self: Any, x: Tensor) -> Tensor:
+    def most(x: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(self.run(x) + y) * self.scale
+
+    return self.head(checkpoint(most, self.embed(x), x, use_reentrant=False))
+
+
+def nested_checkpoints(self: Any, x: Tensor) -> Tensor:
+    def inner(x: Tensor) -> Tensor:
+        return checkpoint(self.blocks[0], torch.tanh(x), use_reentrant=False)
+
+    x = checkpoint(inner, self.embed(x), use_reentrant=False)
+    return self.blocks[2](self.blocks[1](x))
+
+
+def new_tensor_in_place(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    room = torch.zeros(2, 4)
+    room[:, 1:] = self.blocks[0](x)[:, 1:]
+    total = torch.zeros(4).scatter_add_(0, torch.tensor([0, 1, 1, 0]), x[0])
+    x = self.blocks[1](room)
+    return self.blocks[2](x) + total
+
+
+def argument_in_place(self: Any, x: Tensor) -> Tensor:
+    y = self.embed(x.clone())
+    x[0] = 1.0
+    y = self.blocks[0](y) + x
+    x.add_(2)
+    return self.blocks[2](self.blocks[1](y) + x)
+
+
+def crossing_in_place(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    y = self.blocks[0](x) * 1.0
+    z = self.blocks[1](x)
+    y += z
+    y[0].mul_(2)
+    return self.blocks[2](y)
+
+
+def views(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    first, second = x.chunk(2, -1)
+    x = self.blocks[0](torch.cat([second, first], -1))
+    x = self.blocks[1](x + torch.cat([first, first], -1))
+    return self.blocks[2](x).view(-1)[1:]
+
+
+def several_times(self: Any, x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = self.blocks[0](torch.relu(x))
+    for _ in range(2):
+        x = self.blocks[2](self.blocks[1](x)) + self.embed(x)
+    return x
+
+
+def draws(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    noise = torch.rand(2, 4)
+    x = F.dropout(self.blocks[0](x), 0.5, self.training) + noise
+    x = self.blocks[1](x) * noise
+    return self.blocks[2](x) + noise
+
+
+def losses(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    tl.add_loss(x.square().mean())
+    x = self.blocks[0](x)
+    x = self.blocks[1](x)
+    tl.add_loss(x.square().mean())
+    return self.blocks[2](x)
+
+
+def sizes_of_arguments(self: Any, x: Tensor) -> Tensor:
+    some = x[x[:, 0] < 0]
+    x = self.embed(x)
+    x = self.blocks[0](x) + len(some)
+    x = self.blocks[1](x) + self.embed(some).sum()
+    if (some < 0).all():
+        x = x * 2
+    return self.blocks[2](x)
+
+
+def sizes_of_activations(self: Any, x: Tensor) -> Tensor:
+    x = self.blocks[0](self.embed(x))
+    counts = torch.bincount((x > 0).flatten().long(), minlength=2)
+    x = self.blocks[1](x[x[:, 0] > -0.1]) * counts[0]
+    return self.blocks[2](x)
+
+
+def gradient_hooks(self: Any, x: Tensor) -> Tensor:
+    x = self.blocks[0](self.embed(x))
+    x.register_hook(lambda gradient: gradient * 3)
+    return self.blocks[2](self.blocks[1](x))
+
+
+def detaches(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    y = self.blocks[0](x.detach())
+    return self.blocks[2](self.blocks[1](y) + x.data)
+
+
+def buffer_in_place(self: Any, x: Tensor) -> Tensor:
+    x = self.run(self.embed(x))
+    if self.training:
+        self.shift.mul_(0.9).add_(x.detach().mean(0))
+    return x + self.shift
+
+
+RIGHT: list[Any] = [
+    masks, parameters, no_grad_in_parts, mixed_types, own_function, checkpoints, reentrant,
+    one_checkpoint, nested_checkpoints, new_tensor_in_place, crossing_in_place, views,
+    several_times, losses, sizes_of_arguments, sizes_of_activations, gradient_hooks, detaches,
+    buffer_in_place, argument_in_place,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", RIGHT, ids=lambda body: body.__name__)
+def test_as_the_plain_model(body: Body) -> None:
+    require_same(lambda: Net(body), X.clone())
+
+
+@pytest.mark.parametrize("body", [draws], ids=lambda body: body.__name__)
+def test_random_numbers_in_the_forward_are_drawn_once(body: Body) -> None:
+    require_same(lambda: Net(body), X)
+
+
+class Aux(nn.Linear):
+    """Keeps a loss in an attribute."""
+
+    aux: Any = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        self.aux = output.square().mean()
+        return output
+
+
+def attributes(self: Any, x: Tensor) -> Any:
+    x = self.run(self.embed(x))
+    return x, sum(block.aux for block in self.blocks)
+
+
+class Appends(nn.Linear):
+    """Puts what it has computed into a list."""
+
+    def forward(self, input: Tensor, kept: Any = None, table: Any = None) -> Tensor:
+        output = super().forward(input)
+        kept.append(output.mean())
+        table[f"{len(table)}"] = output.sum()
+        return output
+
+
+def lists(self: Any, x: Tensor) -> Any:
+    x, kept, table = self.embed(x), [], {"x": x}
+    for block in self.blocks:
+        x = block(x, kept, table=table)
+    return x, torch.stack(kept), table
+
+
+@dataclass
+class Carried:
+    x: Tensor
+    total: Tensor
+    depth: int = 0
+
+
+class Carries(nn.Linear):
+    """Takes and returns a dataclass."""
+
+    def forward(self, input: Any) -> Any:
+        output = super().forward(input.x)
+        return Carried(output, input.total + output.sum(), input.depth + 1)
+
+
+def dataclasses(self: Any, x: Tensor) -> Any:
+    carried = self.run(Carried(self.embed(x), torch.zeros(())))
+    return {"x": carried.x, "total": carried.total * carried.depth, "none": None}
+
+
+class Changes(nn.Linear):
+    """Changes an object that it is given."""
+
+    def forward(self, input: Any) -> Any:
+        input.x = super().forward(input.x)
+        input.all.append(input.x)
+        return input
+
+
+def objects(self: Any, x: Tensor) -> Any:
+    state = SimpleNamespace(x=self.embed(x), all=[])
+    for block in self.blocks:
+        state = block(state)
+    return state.x, sum(state.all)
+
+
+def inner_hooks(self: Any, x: Tensor) -> Any:
+    x, kept = self.embed(x), []
+    hooks = [b[0].register_forward_hook(lambda m, i, o: kept.append(o)) for b in self.blocks]
+    x = self.run(x)
+    for hook in hooks:
+        hook.remove()
+    return x, torch.stack(kept)
+
+
+class Pair(nn.Linear):
+    """Returns what it got, too."""
+
+    def forward(self, input: Tensor, mask: Any = None) -> Any:
+        return super().forward(input) * mask, mask
+
+
+def returned(self: Any, x: Tensor) -> Tensor:
+    mask = (x > 0).float()
+    x = self.embed(x)
+    for block in self.blocks:
+        x, mask = block(x, mask)
+    return x * mask
+
+
+def only_keywords(self: Any, x: Tensor, *, factor: float, other: Tensor | None = None) -> Tensor:
+    x = self.blocks[0](self.embed(x) * factor)
+    if other is not None:
+        x = x + other
+    return self.blocks[2](self.blocks[1](x))
+
+
+def pair(kind: Any) -> Callable[[], nn.Module]:
+    return lambda: kind(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "block"),
+    [
+        (attributes, pair(Aux)),
+        (lists, pair(Appends)),
+        (dataclasses, pair(Carries)),
+        (objects, pair(Changes)),
+        (inner_hooks, lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
+        (returned, pair(Pair)),
+        (lambda self, x: self.head(self.run(x)), lambda: nn.BatchNorm1d(4)),
+        (lambda self, x: self.head(self.run(x)), lambda: nn.Dropout(0.5)),
+    ],
+    ids=["attributes", "lists", "dataclasses", "objects", "hooks", "returned", "norms", "dropout"],
+)
+def test_side_values_of_units(body: Any, block: Any) -> None:
+    require_same(lambda: Net(body, block), X)
+
+
+def test_keyword_only_arguments() -> None:
+    require_same(lambda: Net(only_keywords), X, factor=2.0, other=X * 3)
+    require_same(lambda: Net(only_keywords), X, factor=0.5)
+
+
+def test_tied_weights() -> None:
+    def make() -> nn.Module:
+        model = Net(lambda self, x: self.run(self.embed(x)))
+        model.blocks[2].weight = model.embed.weight
+        return model
+
+    assert len(require_same(make, X).ties) == 1
+
+
+def test_other_shapes_and_other_branches() -> None:
+    def body(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(x))
+        if not mask.all():
+            x = x * mask
+        return self.blocks[2](self.blocks[1](x) + len(mask))
+
+    model = Net(body)
+    pieces = tl.split.by_names(model, ["blocks.1"], example=(X, torch.ones(2, 4)))
+    for rows in (1, 2, 3):
+        for mask in (torch.ones(rows, 4), torch.zeros(rows, 4), torch.ones(rows, 4)):
+            x = torch.randn(rows, 4)
+            assert torch.equal(pieces(x, mask), model(x, mask))
+
+
+def test_types_that_change_with_the_pieces() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        x = self.embed(x.to(self.embed.weight.dtype))
+        x = self.blocks[0](x) + torch.finfo(x.dtype).eps
+        return self.blocks[2](self.blocks[1](x).to(x.dtype))
+
+    model, plain = Net(body), Net(body).double()
+    pieces = tl.split.by_names(model, ["blocks.1"], example=(X,))
+    for piece in pieces:
+        piece.double()
+    assert torch.equal(pieces(X), plain(X))
+
+
+def test_evaluation() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        x = F.dropout(self.blocks[0](self.embed(x)), 0.9, self.training)
+        return self.blocks[2](self.blocks[1](x)) if self.training else self.blocks[1](x)
+
+    model = Net(body)
+    pieces = tl.split.by_names(model, ["blocks.1"], example=(X,))
+    for piece in pieces:
+        piece.eval()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(pieces(X), model(X))
+
+
+def test_the_model_is_as_it_was() -> None:
+    class Frozen(dict[str, int]):
+        def update(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("frozen")
+
+        def __setitem__(self, *_: Any) -> None:
+            raise RuntimeError("frozen")
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        self.last = x.shape
+        return self.run(self.embed(x)) * self.config["scale"]
+
+    def make() -> nn.Module:
+        model: Any = Net(body)
+        model.config = Frozen(scale=3)
+        return model
+
+    model = make()
+    before = dict(vars(model))
+    tl.split.by_names(model, ["blocks.1"], example=(X,))
+    assert vars(model) == before
+    assert model.config == {"scale": 3}
+    require_same(make, X)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_and_wrapped_units() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def make() -> nn.Module:
+        model: Any = Net(lambda self, x: self.head(self.run(self.embed(x))))
+        model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+        model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+        return model
+
+    require_same(make, X)
+
+
+# What is refused, by name
+
+
+def asks_activation(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    if x.sum() > 0:
+        x = x * 2
+    return self.run(x)
+
+
+def reads_sizes_of_activations(self: Any, x: Tensor) -> Tensor:
+    x = self.blocks[0](self.embed(x))
+    x = x[x[:, 0] > 0]
+    return self.blocks[2](self.blocks[1](x)) / len(x)
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.count = getattr(self, "count", 0) + 1
+    return self.run(self.embed(x)) * self.count
+
+
+def python_number(self: Any, x: Tensor) -> Tensor:
+    return self.run(self.embed(x)) * random.random()
+
+
+def numpy_number(self: Any, x: Tensor) -> Tensor:
+    return self.run(self.embed(x)) + np.random.rand()
+
+
+_OWN = torch.Generator()
+_OWN_RANDOM = random.Random(0)
+_OWN_NUMPY = np.random.default_rng(0)
+
+
+def own_random(self: Any, x: Tensor) -> Tensor:
+    return self.run(self.embed(x)) * _OWN_RANDOM.random()
+
+
+def own_numpy(self: Any, x: Tensor) -> Tensor:
+    return self.run(self.embed(x)) * float(_OWN_NUMPY.random())
+
+
+def clock(self: Any, x: Tensor) -> Tensor:
+    return self.run(self.embed(x)) * time.perf_counter()
+
+
+def layer_drop(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    for block in self.blocks:
+        if torch.rand(()) > 0.5:
+            x = block(x)
+    return x
+
+
+def earlier_call(self: Any, x: Tensor) -> Tensor:
+    x = self.run(self.embed(x) + getattr(self, "memory", 0))
+    self.memory = x.detach()
+    return x
+
+
+def buffer_of_two_stages(self: Any, x: Tensor) -> Tensor:
+    x = self.blocks[1](self.blocks[0](self.embed(x)))
+    self.shift.add_(x.detach().mean(0))
+    return self.blocks[2](x) + self.shift
+
+
+def view_and_base(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x) * 1.0
+    view = x[0]
+    y = self.blocks[0](x)
+    y = self.blocks[1](y)
+    view.mul_(2)
+    return self.blocks[2](y + x)
+
+
+def in_vmap(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    return self.blocks[2](self.blocks[1](torch.vmap(self.blocks[0])(x)))
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (asks_activation, r"test_idioms.py:\d+.* needs the data of a value that submodules"),
+        (reads_sizes_of_activations, r"test_idioms.py:\d+.* needs the data of a value"),
+        (counts, r"changes its attribute 'count' in each call"),
+        (python_number, r"test_idioms.py:\d+ does something else in each call"),
+        (numpy_number, r"test_idioms.py:\d+ does something else in each call"),
+        (own_random, r"test_idioms.py:\d+ does something else in each call"),
+        (own_numpy, r"test_idioms.py:\d+ does something else in each call"),
+        (clock, r"test_idioms.py:\d+ does something else in each call"),
+        (layer_drop, r"test_idioms.py:\d+.*random number|does not call"),
+        (earlier_call, r"test_idioms.py:\d+ uses a tensor that .* in an earlier call"),
+        (buffer_of_two_stages, r"test_idioms.py:\d+ changes 'shift', which stages \[1, 2\] use"),
+        (view_and_base, r"test_idioms.py:\d+ changes a value in place in stage 1.* view of it"),
+        (in_vmap, r"test_idioms.py:\d+.*torch.vmap"),
+    ],
+    ids=lambda each: getattr(each, "__name__", "text"),
+)
+def test_what_is_refused(body: Body, text: str) -> None:
+    refused(lambda: Net(body), text, X)
+
+
+def test_a_generator_of_its_own_is_used_once() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        noise = torch.rand(2, 4, generator=_OWN)
+        x = self.blocks[0](self.embed(x)) * noise
+        return self.blocks[2](self.blocks[1](x) * noise)
+
+    model = Net(body)
+    pieces = tl.split.by_names(model, ["blocks.1"], example=(X,))
+    _OWN.manual_seed(1)
+    found = [pieces(X) for _ in range(2)]
+    _OWN.manual_seed(1)
+    assert all(map(torch.equal, found, [model(X) for _ in range(2)]))
+
+
+def test_a_value_is_freed_when_the_next_one_is_there() -> None:
+    """Without gradients, a stage of many layers has two activations, not all."""
+    model = Net(lambda self, x: self.head(self.run(self.embed(x))))
+    pieces = tl.split.by_names(model, ["blocks.0", "head"], example=(X,))
+    alive: list[int] = []
+    made: list[Any] = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        made.append(weakref.ref(output))
+        alive.append(sum(each() is not None for each in made))
+
+    for block in model.blocks:
+        block.register_forward_hook(note)
+    with torch.no_grad():
+        given = pieces[0](X)
+        for _ in range(2):
+            made.clear()
+            alive.clear()
+            pieces[1](*given)
+    assert len(alive) == 3
+    assert max(alive) == 2
+
+
+def test_an_error_is_the_users_own() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        return self.run(self.embed(x)[:, :3])
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        tl.split.by_names(Net(body), ["blocks.1"], example=(X,))
