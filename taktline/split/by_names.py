@@ -91,7 +91,8 @@ def pieces_of(
     else:
         cut.is_example = call is not None
         _place_by_use(cut, model, known)
-    return Pieces([make_stage(model, cut, stage) for stage in range(cut.stages)])
+    modules = [make_stage(model, cut, stage) for stage in range(cut.stages)]
+    return Pieces(modules, cuts=map(str, cuts), model=model)
 
 
 def _learned(cut: CutModel, model: nn.Module, call: Call, record: Record | None = None) -> Known:

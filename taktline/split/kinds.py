@@ -27,7 +27,7 @@ class Absent:
     dtype: torch.dtype
 
 
-pytree.register_pytree_node(
+pytree.register_own(
     Absent,
     lambda absent: ([], [absent.dtype, *absent.shape]),
     lambda _, context: Absent(tuple(context[1:]), context[0]),

@@ -15,7 +15,13 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from taktline.errors import TorchVersionError
+from taktline.private import missing, private
+
 _GENERATOR = "_checkpoint_without_reentrant_generator"
+_generator = private(
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator", "a recorded forward"
+)
 
 
 @contextmanager
@@ -81,6 +87,9 @@ def _functions(recorder: Any) -> Iterator[None]:
 
 @contextmanager
 def _checkpoints(recorder: Any) -> Iterator[None]:
+    """Let what runs in checkpoints that are not re-entrant be recorded as a region."""
+    if reason := missing(_generator):
+        raise TorchVersionError(reason)
     names: Any = torch_checkpoint.__dict__
     before = names[_GENERATOR]
 

@@ -7,7 +7,9 @@ import sys
 
 import torch
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+import taktline
+
+_OURS = os.path.dirname(os.path.abspath(taktline.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _SKIPPED = (_OURS, _TORCH, "<")
 
@@ -18,6 +20,7 @@ def line_of_user() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_SKIPPED):
-            return f"{name}:{frame.f_lineno}"
+            here = os.path.join(os.getcwd(), "")
+            return f"{name.removeprefix(here)}:{frame.f_lineno}"
         frame = frame.f_back
     return "the forward"

@@ -10,22 +10,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.private import private
 from taktline.split.kinds import Absent
 from taktline.split.nested import Node, Object, mapped, tensors_with_paths
 
-NeedsData = DataDependentOutputException
-NeedsSizes = DynamicOutputShapeException
+_WHAT = "a recorded forward"
+NeedsData = private("torch._subclasses.fake_tensor.DataDependentOutputException", _WHAT)
+NeedsSizes = private("torch._subclasses.fake_tensor.DynamicOutputShapeException", _WHAT)
+_FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", _WHAT)
+_FakeMode = private("torch._subclasses.fake_tensor.FakeTensorMode", _WHAT)
+_with_data = private("torch._subclasses.fake_tensor.unset_fake_temporarily", _WHAT)
+_DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", _WHAT)
+_is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor", _WHAT, otherwise=None)
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -43,22 +42,20 @@ def no_data() -> Iterator[None]:
 def has_data(tensors: Sequence[Any]) -> bool:
     """Whether all of these have data."""
     return not any(
-        isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors
+        isinstance(t, _FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors
     )
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of ``torch.vmap`` and the like."""
-    functorch = getattr(torch._C, "_functorch", None)
-    check = getattr(functorch, "is_functorch_wrapped_tensor", None)
-    return check is not None and check(tensor)
+    return _is_wrapped is not None and _is_wrapped(tensor)
 
 
 class Fakes:
     """The tensors without data of one recorded forward, on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _FakeMode(allow_non_fake_inputs=True)
         self.device = device
         self._fakes: dict[int, torch.Tensor] = {}
         self._originals: dict[int, torch.Tensor] = {}
@@ -68,15 +65,15 @@ class Fakes:
 
     def is_fake(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has no data."""
-        return isinstance(tensor, FakeTensor)
+        return isinstance(tensor, _FakeTensor)
 
     def memory(self, tensor: torch.Tensor) -> int:
         """The memory of a tensor; views have the same."""
         try:
-            found: Any = tensor.untyped_storage()._cdata
+            found: int = tensor.untyped_storage()._cdata
         except (NotImplementedError, RuntimeError):  # sparse tensors and the like
             return id(tensor)
-        return int(self._same.get(found, found))
+        return self._same.get(found, found)
 
     def empty(self, tensor: torch.Tensor | Absent) -> torch.Tensor:
         """A tensor without data like another one."""
@@ -98,13 +95,13 @@ class Fakes:
 
     def argument(self, given: torch.Tensor | Absent) -> torch.Tensor:
         """What a recorded forward gets as an argument."""
-        if isinstance(given, Absent) or given.is_meta or isinstance(given, FakeTensor):
+        if isinstance(given, Absent) or given.is_meta or isinstance(given, _FakeTensor):
             return self.empty(given)
         return given.detach().clone().requires_grad_(given.requires_grad)
 
     def as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor without data in the place of one that has some; the same each time."""
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, _FakeTensor):
             return tensor
         if id(tensor) not in self._fakes:
             fake = self._new_fake(tensor)
@@ -129,7 +126,7 @@ class Fakes:
     def have_data(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors have data, and it is right."""
         return not any(
-            isinstance(each, FakeTensor) or self.memory(each) in self._written for each in tensors
+            isinstance(each, _FakeTensor) or self.memory(each) in self._written for each in tensors
         )
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> Any:
@@ -171,8 +168,6 @@ class Fakes:
                 found.append(self.memory(each))
                 if used is not each:
                     self._written.add(self.memory(each))
-                elif isinstance(each, FakeTensor):
-                    pass
 
     def depends_on_data(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         """Whether the data of its arguments decides the shape of what a function returns."""
@@ -231,7 +226,7 @@ class Fakes:
         made: dict[int, torch.Tensor] = {}
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
-            if not isinstance(tensor, FakeTensor):
+            if not isinstance(tensor, _FakeTensor):
                 return tensor
             if id(tensor) not in made:
                 made[id(tensor)] = _made_up(tensor)
@@ -258,7 +253,7 @@ class Fakes:
         return built(mapped(output, fake))
 
     def _run_unit(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        real = [t for _, t in tensors_with_paths((args, kwargs)) if not isinstance(t, FakeTensor)]
+        real = [t for _, t in tensors_with_paths((args, kwargs)) if not isinstance(t, _FakeTensor)]
         if not real:
             return call(*args, **kwargs)
         new_args, new_kwargs = built(mapped((args, kwargs), self.as_fake))
@@ -298,7 +293,7 @@ def built(template: Any) -> Any:
     return template
 
 
-class _Filled(TorchDispatchMode):
+class _Filled(_DispatchMode):
     """Runs on one number everywhere what cannot run without data."""
 
     supports_higher_order_operators = True
@@ -315,7 +310,7 @@ class _Filled(TorchDispatchMode):
             return func(*args, **kwargs)
         except RuntimeError:
             self.used = True
-            with unset_fake_temporarily():
+            with _with_data():
                 args, kwargs = pytree.tree_map_only(torch.Tensor, self._full, (args, kwargs))
                 output = func(*args, **kwargs)
             return pytree.tree_map_only(torch.Tensor, self._fakes.mode.from_tensor, output)

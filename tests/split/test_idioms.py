@@ -23,6 +23,7 @@ from taktline.errors import PartitionError
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 Body = Callable[..., Any]
+HERE = r"test_idioms\.py:\d+"
 
 
 class Net(nn.Module):
@@ -509,6 +510,29 @@ def test_compiled_and_wrapped_units() -> None:
     require_same(make, X)
 
 
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("body", [masks, one_checkpoint], ids=lambda body: body.__name__)
+def test_a_pipeline_runs_the_pieces(body: Body, schedule: str) -> None:
+    cuts = ["blocks.1"] if schedule == "1f1b" else ["blocks.0", "blocks.1", "blocks.2"]
+    inputs, targets = torch.cat([X, X * 2]), torch.ones(4, 2)
+
+    model, plain = Net(body), Net(body)
+    pieces = tl.split.by_names(model, cuts, example=(X,))
+    pipe = tl.Pipeline(pieces, ranks=2, schedule=schedule, microbatches=2, loss_fn=squares)
+    pipe.step(inputs, target=targets)
+    for x, target in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+        (squares(plain(x), target) / 2).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    right = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert found.keys() == right.keys()
+    for name, gradient in right.items():
+        assert torch.equal(found[name], gradient), name
+
+
 # What is refused, by name
 
 
@@ -592,19 +616,28 @@ def in_vmap(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (asks_activation, r"test_idioms.py:\d+.* needs the data of a value that submodules"),
-        (reads_sizes_of_activations, r"test_idioms.py:\d+.* needs the data of a value"),
+        (
+            asks_activation,
+            HERE + r".* needs the data of a value that submodules",
+        ),
+        (reads_sizes_of_activations, HERE + r".* needs the data of a value"),
         (counts, r"changes its attribute 'count' in each call"),
-        (python_number, r"test_idioms.py:\d+ does something else in each call"),
-        (numpy_number, r"test_idioms.py:\d+ does something else in each call"),
-        (own_random, r"test_idioms.py:\d+ does something else in each call"),
-        (own_numpy, r"test_idioms.py:\d+ does something else in each call"),
-        (clock, r"test_idioms.py:\d+ does something else in each call"),
-        (layer_drop, r"test_idioms.py:\d+.*random number|does not call"),
-        (earlier_call, r"test_idioms.py:\d+ uses a tensor that .* in an earlier call"),
-        (buffer_of_two_stages, r"test_idioms.py:\d+ changes 'shift', which stages \[1, 2\] use"),
-        (view_and_base, r"test_idioms.py:\d+ changes a value in place in stage 1.* view of it"),
-        (in_vmap, r"test_idioms.py:\d+.*torch.vmap"),
+        (python_number, HERE + r" does something else in each call"),
+        (numpy_number, HERE + r" does something else in each call"),
+        (own_random, HERE + r" does something else in each call"),
+        (own_numpy, HERE + r" does something else in each call"),
+        (clock, HERE + r" does something else in each call"),
+        (layer_drop, HERE + r".*random number|does not call"),
+        (earlier_call, HERE + r" uses a tensor that .* in an earlier call"),
+        (
+            buffer_of_two_stages,
+            HERE + r" changes 'shift', which stages \[1, 2\] use",
+        ),
+        (
+            view_and_base,
+            HERE + r" changes a value in place in stage 1.* view of it",
+        ),
+        (in_vmap, HERE + r".*torch.vmap"),
     ],
     ids=lambda each: getattr(each, "__name__", "text"),
 )
