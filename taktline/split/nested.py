@@ -7,6 +7,7 @@ a tensor in it: a dataclass, a cache of keys and values, a state that blocks han
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +22,8 @@ Path = tuple[tuple[str, Any], ...]
 """The place of a part: for each container around it, how to get into it, and the key."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type, FunctionType, BuiltinFunctionType)
+_FILLED_BY_UNITS = (defaultdict, deque, OrderedDict)
+"""What is made anew in each call, also if it is empty, since a unit may add to it."""
 _LEAVES = (*_PLAIN, MethodType, ModuleType, nn.Module, torch.Tensor, torch.Generator)
 
 
@@ -52,15 +55,13 @@ class Node(NamedTuple):
 def children_of(value: Any) -> list[tuple[tuple[str, Any], Any]] | None:
     """The parts of a container with their keys; None for a leaf."""
     kind = type(value)
-    if kind is tuple or kind is list or isinstance(value, tuple):
+    if isinstance(value, (tuple, list, deque)):
         return [(("item", at), part) for at, part in enumerate(value)]
     if isinstance(value, dict):
         return [(("item", key), part) for key, part in value.items()]
     if kind is slice:
         names = ("start", "stop", "step")
         return [(("attribute", name), getattr(value, name)) for name in names]
-    if isinstance(value, list):
-        return [(("item", at), part) for at, part in enumerate(value)]
     if isinstance(value, (Object, Node)) or value is None or isinstance(value, _LEAVES):
         return None
     if is_object(value):
@@ -130,12 +131,15 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any], opened: Container[
         return tuple([mapped(part, change, opened) for part in value])
     if kind is slice:
         return slice(*[mapped(part, change, opened) for _, part in children])
-    if id(value) not in opened and not tensors_with_paths(value):
-        return value
-    if kind in pytree.SUPPORTED_NODES or isinstance(value, tuple):
+    is_filled = id(value) in opened or bool(tensors_with_paths(value))
+    if kind in _FILLED_BY_UNITS or (
+        is_filled and (kind in pytree.SUPPORTED_NODES or isinstance(value, tuple))
+    ):
         parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
         if not spec.is_leaf():
             return Node(spec, [mapped(part, change, opened) for part in parts])
+    if not is_filled:
+        return value
     if isinstance(value, (dict, list)) and not hasattr(value, "__dict__"):
         made = copy.copy(value)
         for (_, key), part in children:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.private import private
 from taktline.split.kinds import Absent
-from taktline.split.nested import Node, Object, mapped, tensors_with_paths
+from taktline.split.nested import Node, Object, is_object, mapped, tensors_with_paths
 
 _WHAT = "a recorded forward"
 NeedsData = private("torch._subclasses.fake_tensor.DataDependentOutputException", _WHAT)
@@ -258,23 +260,30 @@ class Fakes:
             return call(*args, **kwargs)
         new_args, new_kwargs = built(mapped((args, kwargs), self.as_fake))
         output = call(*new_args, **new_kwargs)
-        _follow((args, kwargs), (new_args, new_kwargs))
+        self._follow((args, kwargs), (new_args, new_kwargs))
         return output
 
-
-def _follow(old: Any, new: Any) -> None:
-    """Let lists and dicts have what a unit has added to their copies."""
-    if isinstance(old, list) and isinstance(new, list):
-        old.extend(new[len(old) :])
-    elif isinstance(old, dict) and isinstance(new, dict):
-        for key in new.keys() - old.keys():
-            old[key] = new[key]
-    if isinstance(old, (list, tuple)):
-        for one, other in zip(old, new, strict=False):
-            _follow(one, other)
-    elif isinstance(old, dict):
-        for key in old:
-            _follow(old[key], new.get(key) if isinstance(new, dict) else None)
+    def _follow(self, old: Any, new: Any) -> Any:
+        """Let lists, dicts and objects have what a unit has changed in their copies."""
+        if isinstance(new, torch.Tensor):
+            return self.original(new)
+        if old is new or type(old) is not type(new):
+            return new
+        if type(new) in (dict, OrderedDict, defaultdict):
+            found = {key: self._follow(old.get(key), part) for key, part in new.items()}
+            old.clear()
+            old.update(found)
+        elif type(new) in (list, deque):
+            parts = [self._follow(one, other) for one, other in zip_longest(old, new)][: len(new)]
+            old.clear()
+            old.extend(parts)
+        elif isinstance(new, tuple):
+            for one, other in zip(old, new, strict=False):
+                self._follow(one, other)
+        elif is_object(new):
+            found = {key: self._follow(vars(old).get(key), p) for key, p in vars(new).items()}
+            vars(old).update(found)
+        return old
 
 
 def built(template: Any) -> Any:
