@@ -159,21 +159,28 @@ class EmptyModel:
             for table, tensors in before:
                 table.update(tensors)
 
-    def retype(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Change the types of all tensors as ``change`` changes that of an empty one."""
-        types: dict[torch.dtype, torch.dtype] = {}
+    def follow_types(self, stage: nn.Module) -> None:
+        """Change the types of all tensors as those of a stage have changed since they were made."""
+        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        named = (*stage.named_parameters(), *stage.named_buffers())
+        pairs = [(own[name].dtype, tensor.dtype) for name, tensor in named if name in own]
+        types = {before: after for before, after in pairs if before is not after}
 
         def retyped(tensor: torch.Tensor) -> torch.Tensor:
-            before = tensor.dtype
-            if before not in types:
-                types[before] = change(torch.empty(0, dtype=before, device="cpu")).dtype
-            if types[before] is before:
+            if tensor.dtype not in types:
                 return tensor
-            made = tensor.detach().to(types[before])
-            return _like(made, tensor)
+            return _like(tensor.detach().to(types[tensor.dtype]), tensor)
 
-        self.replace(retyped)
-        self.retyped += any(before is not after for before, after in types.items())
+        for name, buffer in stage.named_buffers():
+            if own.get(name) is not None and own[name].dtype is buffer.dtype in types:
+                raise PartitionError(
+                    f"the type of the model has changed since it was cut, from {buffer.dtype}, but "
+                    f"not that of the buffer {name!r}, which its stages have; change the type of "
+                    "the stages, or before the model is cut"
+                )
+        if types:
+            self.replace(retyped)
+            self.retyped += 1
 
 
 def _like(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -30,9 +30,9 @@ def patched(recorder: Any, empty: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for module in empty.modules.values():
             stack.enter_context(_calling(module, recorder))
-            for part in module.modules():
-                hook = part.register_forward_hook(partial(_note, recorder))
-                stack.callback(hook.remove)
+        for module in empty.model.modules():
+            hook = module.register_forward_hook(partial(_note, recorder))
+            stack.callback(hook.remove)
         stack.enter_context(_functions(recorder))
         stack.enter_context(_checkpoints(recorder))
         yield

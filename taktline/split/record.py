@@ -18,23 +18,17 @@ from taktline.split.arguments import Args, Call, device_of
 from taktline.split.empty_model import EmptyModel, joined
 from taktline.split.kinds import Absent
 from taktline.split.nested import mapped
-from taktline.split.operations import OperationCounter
 from taktline.split.patches import patched
 from taktline.split.recorder import Casts, Recorder
-from taktline.split.steps import Cut, Kind, Modes, Record
+from taktline.split.steps import Kind, Modes, Record
 from taktline.split.without_data import Fakes, no_data
 
 _lock = threading.RLock()
 """One forward is recorded at a time: functions of torch are replaced meanwhile."""
 
 
-def record(
-    empty: EmptyModel,
-    call: Call,
-    counter: OperationCounter | None = None,
-    casts: Casts | None = None,
-) -> tuple[Record, dict[Cut, int]]:
-    """Run the forward of a model once with these arguments; also counts operations of units."""
+def record(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record:
+    """Run the forward of a model once with these arguments."""
     device = device_of(call)
     devices = tuple(dict.fromkeys(("cpu", device.type)))
     state = random.getstate()
@@ -42,7 +36,6 @@ def record(
         fakes = Fakes(device)
         with empty.filled(fakes.filled):
             recorder = Recorder(empty, fakes, devices, casts or {})
-            recorder.counter = counter
             modes = Modes.now(devices)
             args, kwargs = _mapped_arguments(call, fakes.argument)
             given = mapped(
@@ -53,8 +46,10 @@ def record(
                     output = empty.model(*args, **kwargs)
                 result = recorder.template(output)
                 _require_no_new_buffers(empty, recorder)
+            for generator, before in recorder.generators.values():
+                generator.set_state(before)
     random.setstate(state)
-    made = Record(
+    return Record(
         given=given,
         steps=recorder.steps,
         result=result,
@@ -67,8 +62,9 @@ def record(
         changes_buffers=recorder.changes_buffers,
         sized={recorder.values[each] for each in recorder.sized if each in recorder.values},
         metas=recorder.metas,
+        costs=recorder.costs,
+        runs=recorder.runs,
     )
-    return made, recorder.costs
 
 
 def _require_no_new_buffers(empty: EmptyModel, recorder: Recorder) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -79,7 +79,7 @@ class CutModel:
                 return found[place]
             if self.empty.model.training != training:
                 self.empty.model.train(training)
-            record = record or record_twice(self.empty, call, None, casts)[0]
+            record = record or record_twice(self.empty, call, casts)
             known = Known(record, Placement(record, self.cuts, self.empty.kind.__name__).plans())
             if self.homes:
                 self._require_at_home(known)
@@ -143,6 +143,8 @@ class StageRunner:
         self._programs: Latest[list[_Program]] = Latest()
         self._casts: dict[torch.dtype, torch.dtype] = {}
         """The types that units return, where they differ from those of the record."""
+        self.lead: tuple[str, ...] = ()
+        """The path of a parameter, whose type is that of the stage."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageRunner:
         return self
@@ -161,7 +163,7 @@ class StageRunner:
             module.training,
             Modes.now(_devices_of(tensors)),
             torch.is_inference_mode_enabled(),
-            self.cut.empty.retyped,
+            self._type_of(module),
         )
         try:
             programs = self._programs.get(key)
@@ -171,11 +173,11 @@ class StageRunner:
                 "pass tensors, numbers and texts, also in lists, dicts and dataclasses"
             ) from None
         if programs is None:
-            programs = [self._learn(key, call, module.training, 0)]
+            programs = [self._learn(module, key, call, 0)]
             self._programs.keep(key, programs)
         program = next((each for each in programs if each.holds(module, tensors)), None)
         if program is None:
-            program = self._learn(key, call, module.training, len(programs))
+            program = self._learn(module, key, call, len(programs))
             programs.append(program)
         expected = program.received
         if len(received) != expected:
@@ -206,9 +208,20 @@ class StageRunner:
         # Keywords of a rank reach all its stages; the model's came from the stage before.
         return args[0], (args[1], args[2])
 
-    def _learn(self, key: Any, call: Call, training: bool, place: int) -> _Program:
-        key = (*key, *self._casts.items())
-        known = self.cut.learn(key, call, training, place, casts=self._casts)
+    def _type_of(self, module: nn.Module) -> torch.dtype | None:
+        """The type of the stage, which may change: ``model.double()``."""
+        if not self.lead:
+            return None
+        *path, key = self.lead
+        holder: Any = module
+        for each in path:
+            holder = holder._modules[each]
+        return holder._parameters[key].dtype
+
+    def _learn(self, module: nn.Module, key: Any, call: Call, place: int) -> _Program:
+        self.cut.empty.follow_types(module)
+        key = (*key[:-1], self.cut.empty.retyped, *self._casts.items())
+        known = self.cut.learn(key, call, module.training, place, casts=self._casts)
         return _Program(known, self.stage)
 
 
@@ -239,12 +252,6 @@ class RecordedStage(nn.Module):
                 unit = self.get_submodule(name)
                 unit._compiled_call_impl = torch.compile(_call_of(unit), *args, **kwargs)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        runner: StageRunner = self.__dict__["_runner"]
-        runner.cut.empty.retype(fn)
-        return self
-
 
 def _call_of(unit: nn.Module) -> Callable[..., Any]:
     """The call of a module as a function of ours: torch does not compile its own functions."""
@@ -261,7 +268,8 @@ class Holder(nn.Module):
 
 def make_stage(model: nn.Module, cut: CutModel, stage: int) -> RecordedStage:
     """The module of a stage, with the modules and tensors of the model that it has."""
-    made = RecordedStage(StageRunner(cut, stage))
+    runner = StageRunner(cut, stage)
+    made = RecordedStage(runner)
     made.training = model.training
     places = {name: at for at, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     units = cut.empty.modules
@@ -279,6 +287,8 @@ def make_stage(model: nn.Module, cut: CutModel, stage: int) -> RecordedStage:
             holder.register_buffer(key, source._buffers[key], persistent)
         else:
             holder._parameters[key] = source._parameters[key]
+    floats = (name for name, tensor in made.named_parameters() if tensor.is_floating_point())
+    runner.lead = tuple(filter(None, next(floats, "").split(".")))
     return made
 
 

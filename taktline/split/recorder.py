@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Kwargs
-from taktline.split.empty_model import EmptyModel
+from taktline.split.empty_model import EmptyModel, joined
 from taktline.split.nested import Path, mapped, objects_in, tensors_with_paths, walk
-from taktline.split.operations import OperationCounter
 from taktline.split.steps import Cut, Extra, Kind, Modes, Region, State, Step, Value
 from taktline.split.torch_functions import EFFECTS, METADATA, SIZES
 from taktline.split.user_code import line_of_user
@@ -60,8 +59,10 @@ class Recorder(TorchFunctionMode):
         self.inner_calls: Counter[str] = Counter()
         self.last_step: dict[str, Step] = {}
         self.changes_buffers: set[str] = set()
-        self.counter: OperationCounter | None = None
+        self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        """Those of the user's own, with their states before."""
         self.costs: dict[Cut, int] = {}
+        self.runs: Counter[str] = Counter()
         named = (
             *empty.model.named_parameters(remove_duplicate=False),
             *empty.model.named_buffers(remove_duplicate=False),
@@ -75,7 +76,7 @@ class Recorder(TorchFunctionMode):
         self.unit_names = {id(module): name for name, module in reversed(empty.modules.items())}
         self.units_of_inner = {
             id(part): (name, path)
-            for name, module in empty.modules.items()
+            for name, module in (("", empty.model), *empty.modules.items())
             for path, part in module.named_modules()
         }
 
@@ -183,6 +184,9 @@ class Recorder(TorchFunctionMode):
         if name == "data_ptr":
             raise self._needs_data(func, name)
         template = self.template((args, kwargs)) if given else (args, kwargs)
+        own = kwargs.get("generator")
+        if own is not None and id(own) not in self.generators:
+            self.generators[id(own)] = (own, own.get_state())
         before = self._random_state() if self.fakes.have_data(given) else None
         with self.fakes.noting_writes(given) as writes:
             output = self._run(func, name, args, kwargs, given)
@@ -195,7 +199,7 @@ class Recorder(TorchFunctionMode):
         if func is torch.manual_seed or (not tensors and not given):
             return output
         step = self.add_step(Kind.CALL, func, *template, writes=frozenset(writes))
-        step.draws = draws or name in EFFECTS or bool(kwargs.get("generator"))
+        step.draws = draws or name in EFFECTS or own is not None
         is_free = not step.draws and not any(v in self.unknown for v in step.reads)
         step.output = mapped(output, self.reference_new(step, name))
         if any(id(tensor) in self.sized for tensor in given):
@@ -340,15 +344,11 @@ class Recorder(TorchFunctionMode):
         return template
 
     def _run_unit(self, step: Step, module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-        counter = self.counter
-        before = counter.cost if counter else 0
         back = {after: before for before, after in self.casts.items()}
         if back:
             args, kwargs = self._cast((args, kwargs), back)
-        with counter or nullcontext():
-            output, is_sized = self.fakes.run_unit(module, call, args, kwargs)
-        if counter:
-            self.costs[Cut(step.target, step.call)] = counter.cost - before
+        output, is_sized, cost = self.fakes.run_unit(module, call, args, kwargs)
+        self.costs[Cut(step.target, step.call)] = cost
         if self.casts:
             output = self._cast(output, self.casts)
         given = [tensor for _, tensor in tensors_with_paths((args, kwargs))]
@@ -387,6 +387,7 @@ class Recorder(TorchFunctionMode):
     def note_inner(self, module: nn.Module, output: Any) -> None:
         """Note the output of a module inside of a unit."""
         name, path = self.units_of_inner[id(module)]
+        self.runs[joined(name, path)] += 1
         step = self.last_step.get(name)
         if step is None or not self.is_inside or not path:
             return

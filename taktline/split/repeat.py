@@ -19,35 +19,25 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import Call
 from taktline.split.empty_model import EmptyModel, joined
 from taktline.split.nested import Node, Object
-from taktline.split.operations import OperationCounter
 from taktline.split.record import record
 from taktline.split.recorder import Casts
-from taktline.split.steps import Cut, Kind, Record, Step
+from taktline.split.steps import Kind, Record, Step
 
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
-def record_twice(
-    empty: EmptyModel,
-    call: Call,
-    counter: OperationCounter | None = None,
-    casts: Casts | None = None,
-) -> tuple[Record, dict[Cut, int]]:
-    """The record of a call that repeats, and the operations of each unit if a counter is given.
-
-    Raises if no two records are alike.
-    """
+def record_twice(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record:
+    """The record of a call; raises if no two records are alike."""
     with _own_generators():
-        last, costs = record(empty, call, counter, casts)
+        last = record(empty, call, casts)
         state = _state_of(empty)
-        for repeats in (2, 3):  # a first call may fill a cache of the model
+        for _ in range(2):  # a first call may fill a cache of the model
             _stir()
-            again, _ = record(empty, call, None, casts)
+            again = record(empty, call, casts)
             changed = _difference(state, _state_of(empty))
             state = _state_of(empty)
             if not changed and _first_difference(last, again) is None:
-                again.repeats = repeats
-                return again, costs
+                return again
             found, last = _first_difference(last, again), again
     if changed:
         raise PartitionError(

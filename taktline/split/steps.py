@@ -179,8 +179,10 @@ class Record:
     """The values whose sizes depend on data."""
     metas: dict[Value, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     """The shape and type of each value."""
-    repeats: int = 1
-    """How often the forward ran until two records were alike."""
+    costs: dict[Cut, int] = field(default_factory=dict)
+    """What each call of a unit costs, in the order of the calls."""
+    runs: Counter[str] = field(default_factory=Counter)
+    """How often each module has run, also inside of units."""
 
     def unit_calls(self) -> list[Cut]:
         """The calls of units, in order."""

@@ -18,6 +18,7 @@ from taktline.errors import PartitionError
 from taktline.private import private
 from taktline.split.kinds import Absent
 from taktline.split.nested import Node, Object, is_object, mapped, tensors_with_paths
+from taktline.split.operations import OperationCounter
 
 _WHAT = "a recorded forward"
 NeedsData = private("torch._subclasses.fake_tensor.DataDependentOutputException", _WHAT)
@@ -184,23 +185,28 @@ class Fakes:
 
     def run_unit(
         self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, bool]:
-        """Call a unit without data; returns whether the sizes of its output depend on data, too.
+    ) -> tuple[Any, bool, int]:
+        """Call a unit without data.
+
+        Also returns whether the sizes of its output depend on data, and what it costs.
 
         What needs data runs on ones, and once more on zeros. If that fails, the unit runs with
         made-up data, such as one that sorts tokens.
         """
         try:
-            with self.mode, _Filled(self, 1) as filled:
+            with self.mode, OperationCounter() as counter, _Filled(self, 1) as filled:
                 output = self._run_unit(call, args, kwargs)
-            return output, filled.used and self._is_sized(output, call, args, kwargs)
+            is_sized = filled.used and self._is_sized(output, call, args, kwargs)
+            return output, is_sized, counter.cost
         except PartitionError:
             raise
         except Exception as error:
             # Whatever a module raises that needs data; if it fails with data, too, that counts.
             first = error
         try:
-            return self._run_with_data(module, call, args, kwargs), False
+            with OperationCounter() as counter:
+                output = self._run_with_data(module, call, args, kwargs)
+            return output, False, counter.cost
         except PartitionError:
             raise
         except Exception as error:
@@ -322,6 +328,8 @@ class _Filled(_DispatchMode):
             with _with_data():
                 args, kwargs = pytree.tree_map_only(torch.Tensor, self._full, (args, kwargs))
                 output = func(*args, **kwargs)
+            if output is True:  # such as "any is infinite", "this is none of them"
+                return self._number == 0
             return pytree.tree_map_only(torch.Tensor, self._fakes.mode.from_tensor, output)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:

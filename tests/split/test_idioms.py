@@ -652,8 +652,8 @@ def test_a_generator_of_its_own_is_used_once() -> None:
         return self.blocks[2](self.blocks[1](x) * noise)
 
     model = Net(body)
-    pieces = tl.split.by_names(model, ["blocks.1"], example=(X,))
     _OWN.manual_seed(1)
+    pieces = tl.split.by_names(model, ["blocks.1"], example=(X,))
     found = [pieces(X) for _ in range(2)]
     _OWN.manual_seed(1)
     assert all(map(torch.equal, found, [model(X) for _ in range(2)]))

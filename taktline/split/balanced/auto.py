@@ -13,11 +13,11 @@ from taktline.checks import known_keywords, require_flag, require_instance, requ
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.arguments import Call
-from taktline.split.balanced.costs import LayerCosts, count_operations
 from taktline.split.balanced.layers import find_reused, find_starts, open_layers, why_not
 from taktline.split.balanced.times import Measure, measure_times
 from taktline.split.by_names import as_call, example_call, pieces_of, without_compiler
 from taktline.split.empty_model import EmptyModel
+from taktline.split.repeat import record_twice
 from taktline.split.stages import Pieces
 from taktline.split.steps import Cut, Record
 from taktline.text import counted, table
@@ -73,9 +73,8 @@ def divide(
     """Cut a model as :func:`auto` does; ``measure`` returns the times of its layers."""
     model = without_compiler(model)
     call = example_call(model, as_call(model, example))
-    empty, counted_costs = _count(model, call)
-    costs: Mapping[Cut, float] = counted_costs.operations
-    record = counted_costs.record
+    empty, record = _record(model, call)
+    costs: Mapping[Cut, float] = record.costs
     starts = find_starts(record, list(costs))
     if len(starts) < n:
         raise _too_many_stages(model, n, record, list(costs), starts)
@@ -95,14 +94,14 @@ def divide(
     return pieces
 
 
-def _count(model: nn.Module, call: Call) -> tuple[EmptyModel, LayerCosts]:
-    """The layers of a model with their costs; a module that is called again is several layers."""
+def _record(model: nn.Module, call: Call) -> tuple[EmptyModel, Record]:
+    """The recorded layers of a model; a module that is called again is several layers."""
     empty = open_layers(model)
-    costs = count_operations(empty, call)
-    if reused := find_reused(model, costs):
+    record = record_twice(empty, call)
+    if reused := find_reused(model, record):
         empty = open_layers(model, reused)
-        costs = count_operations(empty, call)
-    return empty, costs
+        record = record_twice(empty, call)
+    return empty, record
 
 
 def _bytes_of(module: nn.Module) -> int:

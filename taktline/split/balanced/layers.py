@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Sequence
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.balanced.costs import LayerCosts
 from taktline.split.cut import Placement
 from taktline.split.empty_model import EmptyModel, ancestors, joined, units_of
 from taktline.split.steps import Cut, Record
@@ -53,12 +52,12 @@ def _opened(model: nn.Module, containers: Iterable[str], reused: Iterable[str]) 
     return EmptyModel(model, list(units_of(model, [Cut(name) for name in units])))
 
 
-def find_reused(model: nn.Module, seen: LayerCosts) -> list[str]:
+def find_reused(model: nn.Module, seen: Record) -> list[str]:
     """The modules that are called several times, and count as much as a row of layers.
 
     Without those that contain a longer row.
     """
-    units = Counter(cut.unit for cut in seen.operations)
+    units = seen.calls()
     found: dict[str, int] = {}
     for name, calls in sorted(seen.runs.items()):
         around = [part for part in ancestors(name) if part in seen.runs]
