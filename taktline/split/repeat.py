@@ -122,6 +122,8 @@ def _same_step(one: Step, other: Step) -> bool:
         one.kind is other.kind
         and one.modes == other.modes
         and one.region == other.region
+        and one.draws == other.draws
+        and len(one.writes) == len(other.writes)
         and (one.target == other.target or (one.kind is Kind.CALL and _names(one) == _names(other)))
         and _same((one.args, one.kwargs), (other.args, other.kwargs))
         and (one.kind is not Kind.READ or not one.is_known or _same(one.output, other.output))

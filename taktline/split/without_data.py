@@ -63,8 +63,12 @@ class Fakes:
         self._fakes: dict[int, torch.Tensor] = {}
         self._originals: dict[int, torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        """Held, since another one may get the address of one that is freed."""
         self._same: dict[int, int] = {}
         self._written: set[int] = set()
+        self._first_versions: dict[int, int] = {}
+        """Of tensors without data; making one may already count as a change."""
 
     def is_fake(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has no data."""
@@ -73,9 +77,11 @@ class Fakes:
     def memory(self, tensor: torch.Tensor) -> int:
         """The memory of a tensor; views have the same."""
         try:
-            found: int = tensor.untyped_storage()._cdata
+            storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and the like
             return id(tensor)
+        found: int = storage._cdata
+        self._storages[found] = storage
         return self._same.get(found, found)
 
     def empty(self, tensor: torch.Tensor | Absent) -> torch.Tensor:
@@ -111,6 +117,7 @@ class Fakes:
             self._fakes[id(tensor)] = fake
             self._originals[id(fake)] = tensor
             self._kept += [tensor, fake]
+            self._first_versions[id(fake)] = fake._version
             self._same[fake.untyped_storage()._cdata] = self.memory(tensor)
         return self._fakes[id(tensor)]
 
@@ -165,7 +172,7 @@ class Fakes:
         for each in given:
             used = self._fakes.get(id(each))
             if used is not None and id(used) not in known:
-                before.append((each, used, 0))
+                before.append((each, used, self._first_versions[id(used)]))
         for each, used, version in before:
             if used._version != version:
                 found.append(self.memory(each))
