@@ -187,14 +187,14 @@ def test_names_and_shapes_that_do_not_fit() -> None:
     del state["layers.1.bias"], state["norm.weight"], state["embed.weight"]
     with pytest.raises(
         StateError,
-        match=r"lacks 2 parameters of this piece: layers.1.bias, norm.weight; it must have the "
-        "model's own names",
+        match=r"unknown: layers.1.bias, norm.weight; .* a state dict needs all parameters, "
+        "with the model's own names",
     ) as caught:
         materialise(model, "cpu", state_dict=state)
     assert caught.value.names == ("layers.1.bias", "norm.weight")
     assert all(tensor.is_meta for tensor in tensors(model).values())
     state = {**usual.state_dict(), "layers.1.bias": torch.zeros(3)}
-    with pytest.raises(StateError, match=r"layers.1.bias has the shape \[3\] .* but \[8\] in the"):
+    with pytest.raises(StateError, match=r"layers.1.bias has the shape \[3\] .* \[8\] here; build"):
         materialise(model, "cpu", state_dict=state)
 
 
@@ -209,18 +209,6 @@ def test_the_type_is_that_of_the_model_and_values_are_copied() -> None:
     assert (model.weight.requires_grad, model.bias.requires_grad) == (False, True)
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_transformers_make_their_buffers_without_a_log(kind: str) -> None:
-    usual = MODELS[kind]().eval()
-    with torch.device("meta"):
-        model = MODELS[kind]().eval()
-    materialise(model, "cpu", state_dict=usual.state_dict())
-    expected, values = tensors(usual), tensors(model)
-    assert all(torch.equal(values[name], expected[name]) for name in expected)
-    tokens = torch.arange(6)[None]
-    assert torch.equal(model(tokens).logits, usual(tokens).logits)
-
-
 def test_a_meta_model_with_unknown_values_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -233,7 +221,7 @@ def test_a_meta_model_with_unknown_values_is_refused() -> None:
         materialise(model, "cpu")
     state = {"0.weight": torch.eye(2), "0.bias": torch.ones(2)}
     state |= {"1.weight": torch.ones(2), "1.bias": torch.ones(2)}
-    with pytest.raises(StateError, match=r"not in the state dict: 0.mask, 1.running_m"):
+    with pytest.raises(StateError, match=r"are unknown: 0.mask, 1.running_m"):
         materialise(model, "cpu", state_dict=state)
 
 
