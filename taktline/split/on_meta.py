@@ -31,10 +31,10 @@ _without_functions = private("torch._C.DisableTorchFunction", "deferred()")
 M = TypeVar("M", bound=nn.Module)
 _Memories = dict[int, torch.UntypedStorage]
 _Run = Callable[[_Memories, dict[int, Any]], None]
-
 _DEVICE, _IS_META = (getattr(torch.Tensor, name).__get__ for name in ("device", "is_meta"))
 _READERS = {getattr(torch.Tensor, name) for name in ("__array__", "__format__", "numpy", "tolist")}
 """Functions that read data without an operation."""
+_NEW = torch.ops.aten.lift_fresh.default
 _NEED_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -74,8 +74,7 @@ def materialise(
             names. Only these names are looked up, so it may read them from a file. Without it, and
             for buffers that are not in it, the model must be built in :func:`deferred`.
 
-    A tensor that several pieces share stays one, if all of them are materialised in one process.
-    The global generator stays as it is.
+    A tensor that several pieces share stays one in a process. The global generator does not move.
 
     >>> with deferred():
     ...     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -136,10 +135,10 @@ def _values(
             values[tensors.pop()] = made.pop().to(device)
     unknown = [own[0] for tensor, own in names.items() if tensor not in values]
     if unknown:
+        text = "the values are unknown of" if state is None else "the state dict lacks"
         raise StateError(
-            f"the values of these tensors are unknown: {', '.join(unknown)}; build the model in "
-            "taktline.split.deferred(), and do not replace its tensors afterwards; a state dict "
-            "needs all parameters, with the model's own names",
+            f"{text} {', '.join(unknown)}; build the model in taktline.split.deferred(), and "
+            "do not replace its tensors; a state dict needs all parameters, by the model's names",
             names=unknown,
         )
     return values
@@ -205,8 +204,7 @@ class _Log(_Mode):
             elif draw and later_draw:
                 needed.append((run, None))
         before = [(draw, draw.get_state()) for draw in {op[3] for op in self._operations} if draw]
-        dtype, states = torch.get_default_dtype(), dict(self._states)
-        memories: _Memories = {}
+        dtype, states, memories = torch.get_default_dtype(), dict(self._states), {}
         try:
             with _without_functions(), torch.no_grad():
                 for run, unused in reversed(needed):
@@ -229,20 +227,22 @@ class _Log(_Mode):
         given = tensors_in((args, kwargs))
         draws = torch.Tag.nondeterministic_seeded in op.tags
         if given and not draws and not any(tensor.is_meta for tensor in given):
-            is_new = op is torch.ops.aten.lift_fresh.default
-            return self._on_meta(given[0]) if is_new else op(*args, **kwargs)
+            return self._on_meta(given[0]) if op is _NEW else op(*args, **kwargs)
         written = tensors_in(list(aliased(op, args, kwargs, written=True)))
         if not all(tensor.is_meta for tensor in written):
             raise StateError(f"{op} changes a tensor from outside of deferred(); make it inside")
-        if _NEED_DATA & set(op.tags):
-            args, kwargs = pytree.tree_map(_real, (args, kwargs))
-            return pytree.tree_map(self._on_meta, op(*args, **kwargs))
         args, kwargs = pytree.tree_map(self._on_meta, (args, kwargs))
         if any(argument.name == "device" for argument in op._schema.arguments):
             kwargs["device"] = torch.device("meta")
-        result = op(*args, **kwargs)
-        self._add(op, (args, kwargs), result, {self._ref(each).memory for each in written}, draws)
-        return result
+        with suppress(NotImplementedError):
+            if not _NEED_DATA & set(op.tags):
+                result, writes = op(*args, **kwargs), {self._ref(each).memory for each in written}
+                self._add(op, (args, kwargs), result, writes, draws)
+                return result
+        if draws or written:
+            raise StateError(f"deferred() cannot record {op}; build what calls it outside")
+        args, kwargs = pytree.tree_map(_real, (args, kwargs))
+        return pytree.tree_map(self._on_meta, op(*args, **kwargs))
 
     def _on_meta(self, value: Any) -> Any:
         """The value; for a tensor with data, which is copied, one on the meta device."""
