@@ -8,8 +8,7 @@ Pieces(2 stages: 20, 10 parameters)
 
 from taktline.split.balanced.auto import auto
 from taktline.split.by_names import by_names
-from taktline.split.on_meta.deferred import deferred
-from taktline.split.on_meta.materialise import materialise
+from taktline.split.on_meta import deferred, materialise
 from taktline.split.stages import Pieces, by_hand
 from taktline.split.traced.markers import SplitPoint, pipe_split
 from taktline.split.traced.pipe import Pipe, PipeInfo, build_stage, pipeline

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from taktline.checks import require_iterable, require_whole, shown
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
-from taktline.split.on_meta.materialise import materialise
+from taktline.split.on_meta import materialise
 from taktline.stage import PipelineStage
 from taktline.stage.blueprint import attach, blueprint
 from taktline.stage.ties import Tie, declare, find_ties

@@ -187,14 +187,14 @@ def test_names_and_shapes_that_do_not_fit() -> None:
     del state["layers.1.bias"], state["norm.weight"], state["embed.weight"]
     with pytest.raises(
         StateError,
-        match=r"lacks 2 parameters of this piece: layers.1.bias, norm.weight; it must have the "
-        "model's own names",
+        match=r"the state dict lacks layers.1.bias, norm.weight; .* needs all parameters, by the "
+        "model's names",
     ) as caught:
         materialise(model, "cpu", state_dict=state)
     assert caught.value.names == ("layers.1.bias", "norm.weight")
     assert all(tensor.is_meta for tensor in tensors(model).values())
     state = {**usual.state_dict(), "layers.1.bias": torch.zeros(3)}
-    with pytest.raises(StateError, match=r"layers.1.bias has the shape \[3\] .* but \[8\] in the"):
+    with pytest.raises(StateError, match=r"layers.1.bias has the shape \[3\] .* \[8\] here; build"):
         materialise(model, "cpu", state_dict=state)
 
 
@@ -209,31 +209,19 @@ def test_the_type_is_that_of_the_model_and_values_are_copied() -> None:
     assert (model.weight.requires_grad, model.bias.requires_grad) == (False, True)
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_transformers_make_their_buffers_without_a_log(kind: str) -> None:
-    usual = MODELS[kind]().eval()
-    with torch.device("meta"):
-        model = MODELS[kind]().eval()
-    materialise(model, "cpu", state_dict=usual.state_dict())
-    expected, values = tensors(usual), tensors(model)
-    assert all(torch.equal(values[name], expected[name]) for name in expected)
-    tokens = torch.arange(6)[None]
-    assert torch.equal(model(tokens).logits, usual(tokens).logits)
-
-
 def test_a_meta_model_with_unknown_values_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[0].mask = torch.zeros(3, device="meta")
     with pytest.raises(
         StateError,
-        match=r"the values of these tensors are unknown: 0.weight, 0.bias, 0.mask, 1.weight, .*; "
+        match=r"the values are unknown of 0.weight, 0.bias, 0.mask, 1.weight, .*; "
         r"build the model in taktline.split.deferred\(\)",
     ):
         materialise(model, "cpu")
     state = {"0.weight": torch.eye(2), "0.bias": torch.ones(2)}
     state |= {"1.weight": torch.ones(2), "1.bias": torch.ones(2)}
-    with pytest.raises(StateError, match=r"not in the state dict: 0.mask, 1.running_m"):
+    with pytest.raises(StateError, match=r"the state dict lacks 0.mask, 1.running_m"):
         materialise(model, "cpu", state_dict=state)
 
 
@@ -243,14 +231,14 @@ def test_a_stage_that_stays_without_values() -> None:
     assert all(tensor.is_meta for tensor in tensors(stage.submod).values())
     with torch.device("meta"):
         unknown = Tied()
-    with pytest.raises(StateError, match=r"are unknown: layers.2.weight, .*deferred\(\)"):
+    with pytest.raises(StateError, match=r"are unknown of layers.2.weight, .*deferred\(\)"):
         by_names(unknown, ["layers.2"]).build_stage(1, torch.device("cpu"))
 
 
 def test_what_was_changed_behind_deferred() -> None:
     with deferred():
         model = nn.Linear(2, 2)
-    with pytest.raises(StateError, match=r"weight, bias; .* do not replace its tensors afterwards"):
+    with pytest.raises(StateError, match=r"weight, bias; .* do not replace its tensors"):
         materialise(model.double(), "cpu")
 
 

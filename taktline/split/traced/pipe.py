@@ -16,7 +16,7 @@ from taktline.checks import known_keywords, require_callable, require_instance
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.arguments import Args, Call, Kwargs
-from taktline.split.on_meta.materialise import materialise
+from taktline.split.on_meta import materialise
 from taktline.split.stages import Pieces, require_stage
 from taktline.split.traced.cut import cut
 from taktline.split.traced.markers import SplitPoint, is_marker
