@@ -14,24 +14,6 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Call = tuple[Args, Kwargs]
 
-Number = bool | int | float
-NUMBERS = (bool, int, float)
-NUMBER_READERS: dict[Any, type[Number] | None] = {
-    torch.Tensor.__bool__: bool,
-    torch.Tensor.is_nonzero: bool,
-    torch.is_nonzero: bool,
-    torch.Tensor.equal: bool,
-    torch.equal: bool,
-    torch.Tensor.allclose: bool,
-    torch.allclose: bool,
-    torch.Tensor.__int__: int,
-    torch.Tensor.__index__: int,
-    torch.Tensor.__float__: float,
-    torch.Tensor.item: None,
-    torch.Tensor.tolist: None,
-}
-"""Functions that read a number from a tensor, and its type; None for the tensor's own type."""
-
 _CHANGE_STATISTICS = (
     torch.ops.aten.batch_norm.default,
     torch.ops.aten.instance_norm.default,
