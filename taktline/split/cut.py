@@ -10,8 +10,10 @@ itself. Everything else runs once, on the stage in which the forward has got to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from taktline.errors import PartitionError
 from taktline.split.nested import parts_in
@@ -50,7 +52,7 @@ class StagePlan:
 
 
 class Placement:
-    """The stages of the steps of a record.
+    """Which stage runs each step.
 
     Args:
         record: the forward.
@@ -64,67 +66,60 @@ class Placement:
         self.at = _stages_of(record, cuts, name)
         self.given = set(parts_in(record.given, Value))
         self.homes: dict[Value, int] = dict.fromkeys(self.given, 0)
-        self.is_free = self._find_free()
-        for step, stage in zip(record.steps, self.at, strict=True):
+        self.free, self.bound = self._find_free()
+        for step, stage in self.at.items():
             for value in step.makes:
                 self.homes.setdefault(value, stage)
         self._require_one_stage_for_changes()
 
-    def _find_free(self) -> list[bool]:
-        """Whether each step depends on the arguments alone."""
+    def _find_free(self) -> tuple[set[Step], set[Value]]:
+        """The steps that depend on the arguments alone, and the values that do not."""
         record, pinned = self.record, set[int]()
         parameters = record.is_parameter
         written = {memory for step in record.steps for memory in step.writes}
         changed = {n for n, memory in record.state_memory.items() if memory in written}
         while True:
             before = len(pinned)
-            bound: set[Value] = {v for v in self.given if record.memory[v] in pinned}
-            known: set[Value] = self.given - bound
-            found: list[bool] = []
+            bound = {v for v in self.given if record.memory[v] in pinned}
+            known, free = self.given - bound, set[Step]()
             for step in record.steps:
                 makes = [value for value in step.makes if value not in known]
-                free = (
+                if (
                     step.kind is not Kind.UNIT
                     and not step.draws
-                    and not any(value in bound for value in step.reads)
+                    and bound.isdisjoint(step.reads)
                     and not any(s.name in parameters or s.name in changed for s in step.states)
                     and not any(record.memory[value] in pinned for value in makes)
-                )
-                found.append(free)
-                (known if free else bound).update(makes)
-                if not free and step.kind is not Kind.READ:
+                ):
+                    free.add(step)
+                    known.update(makes)
+                    continue
+                bound.update(makes)
+                if step.kind is not Kind.READ:
                     pinned |= step.writes
                     bound |= {v for v in (*known, *bound) if record.memory[v] in step.writes}
-            self.bound = bound
             if len(pinned) == before:
-                return found
+                return free, bound
 
     def _require_one_stage_for_changes(self) -> None:
         """Raise if a buffer or parameter is changed by one stage and used by another."""
-        record, used = self.record, dict[int, set[int]]()
-        written: dict[int, str] = {}
-        memories = set(record.state_memory.values())
-        for step, stage in zip(record.steps, self.at, strict=True):
-            for state in step.states:
-                used.setdefault(record.state_memory[state.name], set()).add(stage)
-            for memory in step.writes & memories:
-                written[memory] = step.line
-            if step.kind is Kind.UNIT:
-                for name, memory in record.state_memory.items():
-                    if name.startswith(f"{step.target}.") and memory in written:
-                        used.setdefault(memory, set()).add(stage)
-        for memory, line in written.items():
-            if len(used.get(memory, ())) > 1:
-                name = next(n for n, place in record.state_memory.items() if place == memory)
+        record, uses = self.record, defaultdict[int, set[int]](set)
+        writes = {memory: step for step in self.at for memory in step.writes}
+        changed = {n: memory for n, memory in record.state_memory.items() if memory in writes}
+        for step, stage in self.at.items() if changed else ():
+            states = {state.name for state in step.states}
+            unit = f"{step.target}." if step.kind is Kind.UNIT else "?"
+            for name, memory in changed.items():
+                if name in states or name.startswith(unit):
+                    uses[memory].add(stage)
+        for name, memory in changed.items():
+            if len(uses[memory]) > 1:
                 raise PartitionError(
-                    f"{line} changes {name!r}, which stages {sorted(used[memory])} use; cut the "
-                    "model so that one stage has all uses of it"
+                    f"{writes[memory].line} changes {name!r}, which stages {sorted(uses[memory])} "
+                    "use; cut the model so that one stage has all uses of it"
                 )
-        calls: dict[str, set[int]] = {}
-        for step, stage in zip(record.steps, self.at, strict=True):
-            if step.kind is Kind.UNIT and step.target in record.changes_buffers:
-                calls.setdefault(step.target, set()).add(stage)
-        for name, stages in calls.items():
+        for name in record.changes_buffers:
+            stages = {at for s, at in self.at.items() if s.kind is Kind.UNIT and s.target == name}
             if len(stages) > 1:
                 *first, last = map(str, sorted(stages))
                 raise PartitionError(
@@ -135,17 +130,17 @@ class Placement:
 
     def plans(self) -> list[StagePlan]:
         """What each stage does."""
-        record = self.record
-        guards = self._guards()
-        needed = set(parts_in(record.result, Value))
-        arguments = {value for step in guards for value in step.reads} & self.given
+        free = [step for step in self.at if step in self.free]
+        guards, needed = self._needed(free, set(), lambda step: step.kind is Kind.READ)
+        arguments = needed & self.given
+        needed = set(parts_in(self.record.result, Value))
         found: list[StagePlan] = []
         for stage in reversed(range(self.stages)):
             sent = tuple(sorted(needed)) if found else ()
-            steps, needed = self._steps_of(stage, needed)
-            free_arguments = {v for v in needed if v in self.given and v not in self.bound}
-            arguments |= free_arguments
-            crossing = {v for v in needed if v in self.bound and self.homes[v] < stage}
+            own = [s for s, at in self.at.items() if at == stage or (at < stage and s in self.free)]
+            steps, needed = self._needed(own, needed, self._must_run)
+            arguments |= (needed & self.given) - self.bound
+            crossing = {v for v in needed & self.bound if self.homes[v] < stage}
             plan = StagePlan(steps, tuple(sorted(crossing)), sent, frozenset(arguments))
             plan.guards = guards
             if stage == 0:
@@ -155,82 +150,60 @@ class Placement:
             needed = crossing
         return found[::-1]
 
-    def _steps_of(self, stage: int, needed: set[Value]) -> tuple[list[Step], set[Value]]:
-        """The steps of a stage that hands on some values, and all values that it needs."""
-        needed, own, memory = set(needed), list[Step](), self.record.memory
-        steps = zip(self.record.steps, self.at, self.is_free, strict=True)
-        for step, at, free in reversed(list(steps)):
-            if at > stage or (not free and at < stage):
-                continue
-            if step.kind is Kind.READ:
-                wanted = not free
-            else:
-                wanted = not needed.isdisjoint(step.makes) or any(
-                    memory[value] in step.writes for value in needed
-                )
-                if not free:
-                    wanted |= step.kind is Kind.UNIT or step.draws or bool(step.writes)
-                    wanted |= not step.makes
-            if wanted:
-                own.append(step)
-                needed |= set(step.reads)
-        return own[::-1], needed
+    def _must_run(self, step: Step) -> bool:
+        """Whether a step runs even if nothing needs what it makes."""
+        is_pure = step.kind is Kind.CALL and not step.draws and not step.writes and step.makes
+        return step not in self.free and not is_pure
 
-    def _guards(self) -> list[Step]:
-        """The reads of arguments, with the steps that they need."""
-        own, needed, memory = list[Step](), set[Value](), self.record.memory
-        steps = zip(self.record.steps, self.is_free, strict=True)
-        for step, free in reversed(list(steps)):
-            if not free:
-                continue
+    def _needed(
+        self, steps: Sequence[Step], needed: set[Value], must_run: Callable[[Step], bool]
+    ) -> tuple[list[Step], set[Value]]:
+        """Those of some steps that run, if later ones need these values; and all values needed."""
+        needed, own, memory = set(needed), list[Step](), self.record.memory
+        for step in reversed(steps):
             if (
-                step.kind is Kind.READ
+                must_run(step)
                 or not needed.isdisjoint(step.makes)
                 or any(memory[value] in step.writes for value in needed)
             ):
                 own.append(step)
-                needed |= set(step.reads)
-        return own[::-1]
+                needed.update(step.reads)
+        return own[::-1], needed
 
     def _copied(self, plan: StagePlan, stage: int) -> frozenset[Value]:
         """The values that a stage must copy before it changes them in place."""
-        record = self.record
-        writes = {memory: step for step in plan.steps for memory in step.writes}
-        copied: dict[int, list[Value]] = {}
+        memory = self.record.memory
+        writes = {place: step for step in plan.steps for place in step.writes}
+        copied: dict[int, Value] = {}
         for value in {*plan.received, *plan.first, *plan.arguments}:
-            if record.memory[value] in writes:
-                copied.setdefault(record.memory[value], []).append(value)
-        for memory, values in copied.items():
-            if len(values) > 1:
-                step = writes[memory]
+            step = writes.get(memory[value])
+            if step is not None and copied.setdefault(memory[value], value) != value:
                 raise PartitionError(
                     f"{step.line} changes a value in place in stage {stage}, which gets it from "
-                    f"stage {stage - 1} together with a view of it ({record.names[values[0]]}); "
+                    f"stage {stage - 1} together with a view of it ({self.record.names[value]}); "
                     "change a copy (x.clone()), or cut the model elsewhere"
                 )
-        return frozenset(value for values in copied.values() for value in values)
+        return frozenset(copied.values())
 
 
-def _stages_of(record: Record, cuts: Sequence[Cut], name: str) -> list[int]:
+def _stages_of(record: Record, cuts: Sequence[Cut], name: str) -> dict[Step, int]:
     """The stage in which each step is."""
-    calls = record.unit_calls()
-    for cut, following in zip(cuts, [*cuts[1:], None], strict=True):
+    calls = {cut: place for place, cut in enumerate(record.costs)}
+    for cut in cuts:
         if cut not in calls:
             raise PartitionError(
                 f"the forward of {name} does not call {cut!r}, so no stage can begin there; name "
                 "a submodule that it calls"
             )
-        if following is None or following not in calls:
-            continue
-        if calls.index(following) < calls.index(cut):
+    for cut, following in pairwise(cuts):
+        if calls[following] < calls[cut]:
             raise PartitionError(
                 f"the forward of {name} calls {following!r} before {cut!r}; list the cuts in the "
                 "order of their calls"
             )
-    found, stage, waiting = list[int](), 0, list(cuts)
+    found, waiting = dict[Step, int](), list(cuts)
     for step in record.steps:
-        if step.kind is Kind.UNIT and waiting and Cut(step.target, step.call) == waiting[0]:
+        if step.kind is Kind.UNIT and Cut(step.target, step.call) in waiting[:1]:
             waiting.pop(0)
-            stage += 1
-        found.append(stage)
+        found[step] = len(cuts) - len(waiting)
     return found

@@ -72,16 +72,11 @@ class Modes(NamedTuple):
     @classmethod
     def now(cls, devices: tuple[str, ...]) -> Modes:
         """The modes of this thread, for some types of devices."""
-        return cls(
-            torch.is_grad_enabled(),
-            tuple(
-                (
-                    device,
-                    torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
-                )
-                for device in devices
-            ),
-        )
+        autocast = [
+            (each, torch.get_autocast_dtype(each) if torch.is_autocast_enabled(each) else None)
+            for each in devices
+        ]
+        return cls(torch.is_grad_enabled(), tuple(autocast))
 
 
 class Region(NamedTuple):
@@ -148,10 +143,6 @@ class Step:
             return []
         return [*parts_in(self.output, Value), *(extra.value for extra in self.extras)]
 
-    def __str__(self) -> str:
-        name = self.target if self.kind is Kind.UNIT else getattr(self.target, "__name__", "?")
-        return f"{name} ({self.line})"
-
 
 @dataclass(eq=False)
 class Record:
@@ -184,10 +175,6 @@ class Record:
     runs: Counter[str] = field(default_factory=Counter)
     """How often each module has run, also inside of units."""
 
-    def unit_calls(self) -> list[Cut]:
-        """The calls of units, in order."""
-        return [Cut(s.target, s.call) for s in self.steps if s.kind is Kind.UNIT]
-
     def calls(self) -> Counter[str]:
         """How often each unit is called."""
-        return Counter(step.target for step in self.steps if step.kind is Kind.UNIT)
+        return Counter(cut.unit for cut in self.costs)

@@ -53,6 +53,16 @@ class Again(Model):
         return self.embed(self.layers[0](self.embed(x)))
 
 
+class Changes(Model):
+    """Changes what an earlier stage has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(x))
+        with torch.no_grad():
+            self.embed.bias.add_(1)
+        return x
+
+
 class Asks(Model):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -106,6 +116,7 @@ ONE = ["layers.0"]
         (Loop(), ["layers.1", "layers.0@1", "layers.1"], r"cuts name 'layers.1' twice"),
         (Loop(), ["layers.1@1", "layers.0"], r"calls 'layers.0' before 'layers.1@1'; list"),
         (Again(), ONE, r"calls 'embed' in stages 0 and 1, and each would change its own"),
+        (Changes(), ONE, r"errors.py:\d+ changes 'embed.bias', which stages \[0, 1\] use; cut the"),
         (Asks(), ONE, r"test_by_names_errors.py:\d+: __bool__ needs the data of a value that sub"),
         (wrapped(), ONE, r"forward of Model was replaced on this object.* before its forw"),
         (
