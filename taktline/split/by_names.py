@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any
@@ -13,8 +14,8 @@ from torch import nn
 from taktline import pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
-from taktline.split.arguments import Call, arguments_of, tensors_in
-from taktline.split.empty_model import EmptyModel, joined, require_plain, units_of
+from taktline.split.arguments import Call, arguments_of, device_of, tensors_in
+from taktline.split.empty_model import EmptyModel
 from taktline.split.hugging_face import without_cache, without_padding
 from taktline.split.kinds import key_of
 from taktline.split.recorded_stage import CutModel, Known, make_stage
@@ -58,22 +59,9 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     given = require_iterable("cuts", cuts, _CUTS, PartitionError)
     if not all(isinstance(cut, str) for cut in given):
         refuse("cuts", _CUTS, cuts, PartitionError)
-    starts = checked_cuts(model, given)
-    require_plain(model, starts)
-    empty = EmptyModel(model, list(units_of(model, starts)))
-    if example is not None:
-        return pieces_of(model, empty, starts, example_call(model, as_call(model, example)))
-    return pieces_of(model, empty, starts, None)
-
-
-def example_call(model: nn.Module, call: Call) -> Call:
-    """The arguments with which the forward of a model is recorded."""
-    args, kwargs = call
-    return args, without_cache(_arguments_of(model)[len(args) :], kwargs)
-
-
-def _arguments_of(model: nn.Module) -> tuple[str, ...]:
-    return tuple(signature(type(model).forward).parameters)[1:]
+    starts = _checked(model, given)
+    call = None if example is None else as_call(model, example)
+    return pieces_of(model, EmptyModel(model, starts), starts, call)
 
 
 def pieces_of(
@@ -86,23 +74,23 @@ def pieces_of(
     """The stages of a model; ``record`` is that of the call, if it was recorded before."""
     cut = CutModel(empty, cuts, _arguments_of(model))
     known = _dummy_inputs(cut, model) if call is None else _learned(cut, model, call, record)
-    if known is None:
-        _place_by_definition(cut, model)
-    else:
-        cut.is_example = call is not None
-        _place_by_use(cut, model, known)
+    cut.is_example = call is not None
+    cut.homes = _homes_by_definition(cut) if known is None else _homes_by_use(cut, known)
     modules = [make_stage(model, cut, stage) for stage in range(cut.stages)]
     return Pieces(modules, cuts=map(str, cuts), model=model)
 
 
+def _arguments_of(model: nn.Module) -> tuple[str, ...]:
+    return tuple(signature(type(model).forward).parameters)[1:]
+
+
 def _learned(cut: CutModel, model: nn.Module, call: Call, record: Record | None = None) -> Known:
     """The recorded forward of an example."""
-    tensors: list[Any] = []
-    key = key_of(call, tensors)
-    device = next((t.device.type for t in tensors if isinstance(t, torch.Tensor)), "cpu")
+    device = device_of(call).type
     with torch.enable_grad(), torch.inference_mode(False):
         modes = Modes.now(("cpu",) if device in ("cpu", "meta") else ("cpu", device))
-        return cut.learn((key, model.training, modes, False, 0), call, model.training, 0, record)
+        key = (key_of(call, []), model.training, modes, False, 0)
+        return cut.learn(key, call, model.training, 0, record)
 
 
 def _dummy_inputs(cut: CutModel, model: nn.Module) -> Known | None:
@@ -112,7 +100,7 @@ def _dummy_inputs(cut: CutModel, model: nn.Module) -> Known | None:
         return None
     kwargs = {name: without_padding(model, dummy) for name, dummy in dummies.items()}
     try:
-        return _learned(cut, model, example_call(model, as_call(model, ((), kwargs))))
+        return _learned(cut, model, as_call(model, kwargs))
     except PartitionError:
         raise
     except Exception as error:
@@ -133,9 +121,10 @@ def without_compiler(model: nn.Module) -> nn.Module:
     return model if inside is None else inside
 
 
-def checked_cuts(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
+def _checked(model: nn.Module, cuts: Sequence[str]) -> list[Cut]:
     """The cuts; raises if one is not a submodule, is there twice, or lies inside of another."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = [name for name in modules if name]
     read = [Cut.read(text, names) for text in cuts]
     for place, cut in enumerate(read):
         unit = cut.unit
@@ -152,24 +141,25 @@ def checked_cuts(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
                 f"the cut {unit!r} is inside {inside!r}, which begins a stage as a whole; cut at "
                 f"the first submodule of {inside!r} instead"
             )
-        if type(unwrapped(model.get_submodule(unit))).forward is nn.Module.forward:
+        if type(unwrapped(modules[unit])).forward is nn.Module.forward:
             raise PartitionError(
-                f"{unit!r} is a {type(model.get_submodule(unit)).__name__}, which is never called "
-                f"itself; cut inside it, such as at '{unit}.0'"
+                f"{unit!r} is a {type(modules[unit]).__name__}, which is never called itself; cut "
+                f"inside it, such as at '{unit}.0'"
             )
-    return tuple(read)
+    return read
 
 
 def as_call(model: nn.Module, example: Any) -> Call:
-    """An example as the arguments of a call, on the device of the model."""
-    call = arguments_of(example)
-    for tensor in tensors_in(call):
+    """An example as the arguments of a call, on the device of the model, without a cache."""
+    args, kwargs = arguments_of(example)
+    for tensor in tensors_in((args, kwargs)):
         if tensor.is_nested:
             layout = str(tensor.layout).removeprefix("torch.")
             raise PartitionError(
                 f"the example has a nested tensor ({layout}), which cannot go from stage to stage; "
                 "pass its values() and offsets()"
             )
+    call = args, without_cache(_arguments_of(model)[len(args) :], kwargs)
     tensors = (*model.parameters(), *model.buffers())
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if device is None:
@@ -183,62 +173,45 @@ def as_call(model: nn.Module, example: Any) -> Call:
     return pytree.tree_map_only(torch.Tensor, moved, call)
 
 
-def _place_by_use(cut: CutModel, model: nn.Module, known: Known) -> None:
-    """Put each unit and tensor into the stages that use it."""
+def _homes_by_use(cut: CutModel, known: Known) -> dict[str, frozenset[int]]:
+    """The stages that use each unit and each tensor."""
     record, plans = known
-    last = cut.stages - 1
-    used: dict[str, set[int]] = {}
+    used: dict[str, set[int]] = defaultdict(set)
     for stage, plan in enumerate(plans):
-        for name in (*plan.units, *plan.states(record, is_last=stage == last)):
-            used.setdefault(name, set()).add(stage)
+        for name in (*plan.units, *plan.states(record, is_last=stage == len(plans) - 1)):
+            used[name].add(stage)
     stage = 0
     for name in cut.empty.units:
         # A unit that is never called has a state, too: it goes with the one before it.
-        stage = min(used.get(name, {stage}))
-        cut.homes[name] = frozenset(used.get(name, {stage}))
+        stage = min(used.setdefault(name, {stage}))
     written = {memory for step in record.steps for memory in step.writes}
-    for name in _own_tensors(cut, model):
-        is_fixed = name not in record.is_parameter and record.state_memory[name] not in written
-        everywhere = frozenset(range(cut.stages))
-        cut.homes[name] = everywhere if is_fixed else frozenset(used.get(name, {0}))
-    for name in used.keys() - cut.homes.keys():  # a tensor of a unit, without a call of it
-        cut.homes[name] = frozenset(used[name])
+    for name in cut.empty.own:
+        if name in record.is_parameter or record.state_memory[name] in written:
+            used.setdefault(name, {0})
+        else:
+            used[name] = set(range(cut.stages))
+    return {name: frozenset(used[name]) for name in (*cut.empty.units, *cut.empty.own, *used)}
 
 
-def _own_tensors(cut: CutModel, model: nn.Module) -> list[str]:
-    """The names of parameters and buffers that are in no unit."""
-    inside = {id(part) for n in cut.empty.units for part in model.get_submodule(n).modules()}
-    return [
-        joined(path, key)
-        for path, module in model.named_modules(remove_duplicate=False)
-        if id(module) not in inside
-        for table in (module._parameters, module._buffers)
-        for key, tensor in table.items()
-        if tensor is not None
-    ]
-
-
-def _place_by_definition(cut: CutModel, model: nn.Module) -> None:
-    """Put units into stages in the order in which the model defines them."""
+def _homes_by_definition(cut: CutModel) -> dict[str, frozenset[int]]:
+    """Units in stages in the order in which the model defines them."""
     for start in cut.cuts:
         if start.call:
             raise PartitionError(
                 f"the cut {start!r} is one of several calls of {start.unit!r}; pass example=, the "
                 "arguments of the model, to see what is between them"
             )
-    stage = 0
+    homes, waiting = dict[str, frozenset[int]](), [start.unit for start in cut.cuts]
     for name in cut.empty.units:
-        if Cut(name) in cut.cuts:
-            expected = cut.cuts[stage] if stage < len(cut.cuts) else None
-            if Cut(name) != expected:
-                raise PartitionError(
-                    f"{name!r} is defined before {expected!r}; list the cuts in the "
-                    "order of their calls, and pass example=, the arguments of the model, if that "
-                    "is not the order of their definition"
-                )
-            stage += 1
-        cut.homes[name] = frozenset({stage})
-    parameters = cut.empty.parameters
-    for name in _own_tensors(cut, model):
-        everywhere = frozenset(range(cut.stages))
-        cut.homes[name] = frozenset({0}) if name in parameters else everywhere
+        if name in waiting[1:]:
+            raise PartitionError(
+                f"{name!r} is defined before {waiting[0]!r}; list the cuts in the order of their "
+                "calls, and pass example=, the arguments of the model, if that is not the order of "
+                "their definition"
+            )
+        if name in waiting:
+            waiting.pop(0)
+        homes[name] = frozenset({cut.stages - 1 - len(waiting)})
+    for name in cut.empty.own:
+        homes[name] = frozenset({0} if name in cut.empty.parameters else range(cut.stages))
+    return homes

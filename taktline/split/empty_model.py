@@ -27,7 +27,7 @@ from taktline.split.hugging_face import disable_cache
 from taktline.split.steps import Cut
 from taktline.stage.names import unwrapped
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def joined(path: str, key: str) -> str:
@@ -41,76 +41,24 @@ def ancestors(name: str) -> list[str]:
     return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
-def containers_of(model: nn.Module, cuts: Sequence[Cut]) -> frozenset[str]:
-    """The ancestors of the cuts, and modules without a forward in them, such as lists."""
-    found = {"", *(name for cut in cuts for name in ancestors(cut.unit))}
-    for name, module in model.named_modules(remove_duplicate=False):
-        parent, _, _ = name.rpartition(".")
-        if parent in found and type(unwrapped(module)).forward is nn.Module.forward:
-            found.add(name)
-    return frozenset(found)
-
-
-def units_of(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, nn.Module]:
-    """The submodules in the containers that have a state, begin a stage, or have hooks."""
-    containers, begin = containers_of(model, cuts), {cut.unit for cut in cuts}
-    found: dict[str, nn.Module] = {}
-    for container in sorted(containers):
-        for key, module in model.get_submodule(container)._modules.items():
-            name = joined(container, key)
-            if module is None or name in containers:
-                continue
-            has_state = any(True for _ in module.parameters()) or bool(module.state_dict())
-            if has_state or name in begin or has_hooks(module):
-                found[name] = module
-    places = {name: at for at, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    return dict(sorted(found.items(), key=lambda each: places[each[0]]))
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether any module in a module has hooks of its forward or backward."""
-    return any(getattr(part, name, None) for part in module.modules() for name in HOOKS)
-
-
-def require_plain(model: nn.Module, cuts: Sequence[Cut]) -> None:
-    """Raise if a module that is cut has hooks, or another forward than its class."""
-    for name in sorted(containers_of(model, cuts)):
-        module = model.get_submodule(name)
-        who = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
-        if any(getattr(module, table, None) for table in HOOKS):
-            raise PartitionError(
-                f"{who} has a hook, but is cut: it runs once, while it is recorded, and no stage "
-                "calls it; use a hook of a submodule that is in one stage"
-            )
-        if "forward" in vars(module):
-            raise PartitionError(
-                f"the forward of {who} was replaced on this object, by one that may refer to the "
-                "whole model; cut the model before its forward is wrapped"
-            )
-
-
 class EmptyModel:
     """A model without data: its parameters, and the buffers of its units, are on the meta device.
 
     Args:
         model: stays as it is.
-        units: the names of the submodules that are steps.
+        cuts: what is around these is opened.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, cuts: Sequence[Cut]) -> None:
         self.kind = type(model)
-        self.units = tuple(units)
-        inside = {id(part) for name in units for part in model.get_submodule(name).modules()}
+        self.units = _units_of(model, cuts)
+        inside = {id(part) for name in self.units for part in model.get_submodule(name).modules()}
         memo: dict[int, Any] = {}
         for module in model.modules():
             inner = unwrapped(module)
-            if id(inner) not in memo:
-                memo[id(inner)] = object.__new__(type(inner))
-            memo[id(module)] = memo[id(inner)]
-        for module in model.modules():
-            is_inside = id(module) in inside
-            for tensor in _tensors_of(module):
-                if is_inside or isinstance(tensor, nn.Parameter):
+            memo[id(module)] = memo.setdefault(id(inner), object.__new__(type(inner)))
+            for tensor in (t for _, tensors in _tables_of(module) for t in tensors.values()):
+                if id(module) in inside or isinstance(tensor, nn.Parameter):
                     memo[id(tensor)] = _without_data(tensor)
         for module in model.modules():
             if unwrapped(module) is module:
@@ -118,41 +66,37 @@ class EmptyModel:
                 made.__dict__ = {k: _copied(v, memo) for k, v in vars(module).items()}
                 made.__dict__["_compiled_call_impl"] = None
         self.model: nn.Module = memo[id(model)]
-        self.modules = {name: self.model.get_submodule(name) for name in units}
+        self.modules = {name: self.model.get_submodule(name) for name in self.units}
         if "use_cache" not in signature(self.kind.forward).parameters:
             for part in self.model.modules():
                 disable_cache(part)
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        self.parameters = frozenset(named)
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        self.parameters = frozenset(parameters)
+        units = tuple(f"{name}." for name in self.units)
+        self.own = [name for name in (*parameters, *buffers) if not name.startswith(units)]
+        """The parameters and buffers that are in no unit."""
         self.retyped = 0
         """How often the types of tensors have changed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmptyModel:
         return self
 
-    def tables(self) -> list[dict[str, Any]]:
-        """The tables of all modules with tensors in them."""
-        modules = self.model.modules()
-        return [table for m in modules for table in (m._parameters, m._buffers, vars(m))]
-
-    def replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace all parameters, buffers and other tensors in attributes."""
+    def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> list[_Table]:
+        """Replace all parameters, buffers and other tensors in attributes; returns those before."""
+        before = [table for module in self.model.modules() for table in _tables_of(module)]
         made: dict[int, torch.Tensor] = {}
-        for table in self.tables():
-            for key, tensor in table.items():
-                if isinstance(tensor, torch.Tensor):
-                    if id(tensor) not in made:
-                        made[id(tensor)] = change(tensor)
-                    table[key] = made[id(tensor)]
+        for table, tensors in before:
+            for key, tensor in tensors.items():
+                if id(tensor) not in made:
+                    made[id(tensor)] = change(tensor)
+                table[key] = made[id(tensor)]
+        return before
 
     @contextmanager
     def filled(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         """Replace all parameters and buffers for a while."""
-        before = [
-            (table, {k: t for k, t in table.items() if isinstance(t, torch.Tensor)})
-            for table in self.tables()
-        ]
-        self.replace(change)
+        before = self._replace(change)
         try:
             yield
         finally:
@@ -162,45 +106,82 @@ class EmptyModel:
     def follow_types(self, stage: nn.Module) -> None:
         """Change the types of all tensors as those of a stage have changed since they were made."""
         own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        named = (*stage.named_parameters(), *stage.named_buffers())
-        pairs = [(own[name].dtype, tensor.dtype) for name, tensor in named if name in own]
-        types = {before: after for before, after in pairs if before is not after}
-
-        def retyped(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype not in types:
-                return tensor
-            return _like(tensor.detach().to(types[tensor.dtype]), tensor)
-
-        for name, buffer in stage.named_buffers():
-            if own.get(name) is not None and own[name].dtype is buffer.dtype in types:
+        named = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
+        pairs = {name: (own[name].dtype, t.dtype) for name, t in named.items() if name in own}
+        types = {before: after for before, after in pairs.values() if before is not after}
+        for name, (before, after) in pairs.items():
+            if before is after and after in types and name not in self.parameters:
                 raise PartitionError(
-                    f"the type of the model has changed since it was cut, from {buffer.dtype}, but "
-                    f"not that of the buffer {name!r}, which its stages have; change the type of "
-                    "the stages, or before the model is cut"
+                    f"the type of the model has changed since it was cut, from {before}, but not "
+                    f"that of the buffer {name!r}, which its stages have; change the type of the "
+                    "stages, or before the model is cut"
                 )
         if types:
-            self.replace(retyped)
+            self._replace(
+                lambda t: _like(t.detach().to(types[t.dtype]), t) if t.dtype in types else t
+            )
             self.retyped += 1
 
 
+def _units_of(model: nn.Module, cuts: Sequence[Cut]) -> list[str]:
+    """The submodules in containers that have a state, begin a stage, or have hooks.
+
+    Containers are the ancestors of the cuts, and modules without a forward in them, such as lists.
+    """
+    begin, found = {cut.unit for cut in cuts}, list[str]()
+    containers = {"", *(name for unit in begin for name in ancestors(unit))}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and name.rpartition(".")[0] not in containers:
+            continue
+        if name in containers or type(unwrapped(module)).forward is nn.Module.forward:
+            containers.add(name)
+            _require_plain(name, module)
+        elif name in begin or _has_state(module) or any(map(_has_hooks, module.modules())):
+            found.append(name)
+    return found
+
+
+def _has_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or bool(module.state_dict())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, name, None) for name in _HOOKS)
+
+
+def _require_plain(name: str, module: nn.Module) -> None:
+    """Raise if a module that is cut has hooks, or another forward than its class."""
+    who = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+    if _has_hooks(module):
+        raise PartitionError(
+            f"{who} has a hook, but is cut: it runs once, while it is recorded, and no stage "
+            "calls it; use a hook of a submodule that is in one stage"
+        )
+    if "forward" in vars(module):
+        raise PartitionError(
+            f"the forward of {who} was replaced on this object, by one that may refer to the "
+            "whole model; cut the model before its forward is wrapped"
+        )
+
+
+_Table = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+def _tables_of(module: nn.Module) -> list[_Table]:
+    """The tables of a module that have tensors in them, with these."""
+    tables = (module._parameters, module._buffers, vars(module))
+    return [(t, {k: v for k, v in t.items() if isinstance(v, torch.Tensor)}) for t in tables]
+
+
 def _like(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, tensor.requires_grad)
-    return made
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    meta = (
-        torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        if tensor.layout is torch.strided
-        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    )
-    return _like(meta, tensor)
-
-
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    tables = (module._parameters, module._buffers, vars(module))
-    return [t for table in tables for t in table.values() if isinstance(t, torch.Tensor)]
+    how: Any = {"dtype": tensor.dtype, "device": "meta"}
+    if tensor.layout is not torch.strided:
+        return _like(torch.empty(tensor.shape, **how), tensor)
+    return _like(torch.empty_strided(tensor.shape, tensor.stride(), **how), tensor)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -272,3 +272,10 @@ def test_an_encoder_and_a_decoder_are_both_cut() -> None:
     pieces = auto(model, 4, (x, x))
     assert starts(pieces) == ("", "encoder.layers.2", "decoder.0", "decoder.2")
     assert torch.equal(pieces(x, -x), model(x, -x))
+
+
+def test_hooks_of_what_is_cut() -> None:
+    model = Language()
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(PartitionError, match=r"Language has a hook, but is cut: it runs once"):
+        auto(model, 2, (TOKENS,))

@@ -15,7 +15,7 @@ from taktline.plan import Partition, balance
 from taktline.split.arguments import Call
 from taktline.split.balanced.layers import find_reused, find_starts, open_layers, why_not
 from taktline.split.balanced.times import Measure, measure_times
-from taktline.split.by_names import as_call, example_call, pieces_of, without_compiler
+from taktline.split.by_names import as_call, pieces_of, without_compiler
 from taktline.split.empty_model import EmptyModel
 from taktline.split.repeat import record_twice
 from taktline.split.stages import Pieces
@@ -72,7 +72,7 @@ def divide(
 ) -> Pieces:
     """Cut a model as :func:`auto` does; ``measure`` returns the times of its layers."""
     model = without_compiler(model)
-    call = example_call(model, as_call(model, example))
+    call = as_call(model, example)
     empty, record = _record(model, call)
     costs: Mapping[Cut, float] = record.costs
     starts = find_starts(record, list(costs))

@@ -9,7 +9,7 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.cut import Placement
-from taktline.split.empty_model import EmptyModel, ancestors, joined, units_of
+from taktline.split.empty_model import EmptyModel, ancestors, joined
 from taktline.split.steps import Cut, Record
 
 _ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -49,7 +49,7 @@ def open_layers(model: nn.Module, reused: Collection[str] = ()) -> EmptyModel:
 def _opened(model: nn.Module, containers: Iterable[str], reused: Iterable[str]) -> EmptyModel:
     """A model without data in which some modules, and those around them, are containers."""
     units = [*(_first(model, name) for name in containers), *reused]
-    return EmptyModel(model, list(units_of(model, [Cut(name) for name in units])))
+    return EmptyModel(model, [Cut(name) for name in units])
 
 
 def find_reused(model: nn.Module, seen: Record) -> list[str]:
