@@ -12,14 +12,11 @@ from torch import nn
 from taktline.checks import known_keywords, require_flag, require_instance, require_whole
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
-from taktline.split.arguments import Call
-from taktline.split.balanced.layers import find_reused, find_starts, open_layers, why_not
+from taktline.split.balanced.layers import record_layers, why_not
 from taktline.split.balanced.times import Measure, measure_times
 from taktline.split.by_names import as_call, pieces_of, without_compiler
-from taktline.split.empty_model import EmptyModel
-from taktline.split.repeat import record_twice
 from taktline.split.stages import Pieces
-from taktline.split.steps import Cut, Record
+from taktline.split.steps import Cut
 from taktline.text import counted, table
 
 
@@ -73,35 +70,28 @@ def divide(
     """Cut a model as :func:`auto` does; ``measure`` returns the times of its layers."""
     model = without_compiler(model)
     call = as_call(model, example)
-    empty, record = _record(model, call)
+    empty, record = record_layers(model, call)
     costs: Mapping[Cut, float] = record.costs
-    starts = find_starts(record, list(costs))
+    layers = list(costs)
+    obstacles = {cut: why_not(record, cut) for cut in layers[1:]}
+    starts = [*layers[:1], *(cut for cut, why in obstacles.items() if not why)]
     if len(starts) < n:
-        raise _too_many_stages(model, n, record, list(costs), starts)
+        raise _too_many_stages(model, n, layers, obstacles)
     if measure is not None:
-        times = measure(model, {cut.unit for cut in costs}, call)
-        costs = {cut: times.get(cut, 0.0) for cut in costs}
-    memory = {cut: _bytes_of(model.get_submodule(cut.unit)) for cut in costs}
-    groups = _grouped(list(costs), starts[1:])
-    partition = balance(_sums(costs, groups), n, memory=_sums(memory, groups), limits=limits)
+        times = measure(model, {cut.unit for cut in layers}, call)
+        costs = {cut: times.get(cut, 0.0) for cut in layers}
+    memory = {cut: _bytes_of(model.get_submodule(cut.unit)) for cut in layers}
+    groups = _grouped(layers, starts[1:])
+    sums = ([sum(map(each.__getitem__, group)) for group in groups] for each in (costs, memory))
+    partition = balance(next(sums), n, memory=next(sums), limits=limits)
     cuts = [starts[bound] for bound in partition.bounds[1:-1]]
     pieces = pieces_of(model, empty, cuts, call, record)
     # A module that a stage calls several times takes its memory once.
-    once = [{cut.unit: memory[cut] for cut in calls} for calls in _grouped(list(memory), cuts)]
+    once = [{cut.unit: memory[cut] for cut in calls} for calls in _grouped(layers, cuts)]
     partition = replace(partition, stage_memory=tuple(sum(sizes.values()) for sizes in once))
     unit = "operations" if measure is None else "milliseconds"
     pieces.division = Division(partition, ("", *map(str, cuts)), unit)
     return pieces
-
-
-def _record(model: nn.Module, call: Call) -> tuple[EmptyModel, Record]:
-    """The recorded layers of a model; a module that is called again is several layers."""
-    empty = open_layers(model)
-    record = record_twice(empty, call)
-    if reused := find_reused(model, record):
-        empty = open_layers(model, reused)
-        record = record_twice(empty, call)
-    return empty, record
 
 
 def _bytes_of(module: nn.Module) -> int:
@@ -132,19 +122,15 @@ class Division:
 
 
 def _too_many_stages(
-    model: nn.Module,
-    n: int,
-    record: Record,
-    layers: Sequence[Cut],
-    starts: Sequence[Cut],
+    model: nn.Module, n: int, layers: Sequence[Cut], obstacles: Mapping[Cut, str]
 ) -> PartitionError:
     """The error for more stages than there are layers with which one can begin."""
-    others = [cut for cut in layers if cut not in starts]
-    why = ""
+    others = [cut for cut, why in obstacles.items() if why]
+    most, why = len(layers) - len(others), ""
     if others:
-        reason = why_not(record, others[0])
-        why = f"; no stage can begin with {_listed(others)} (with {others[0]!r}: {reason})"
-    would_do = f"{len(starts)} stages or fewer" if len(starts) > 1 else "1 stage"
+        reason = f"with {others[0]!r}: {obstacles[others[0]]}"
+        why = f"; no stage can begin with {_listed(others)} ({reason})"
+    would_do = f"{most} stages or fewer" if most > 1 else "1 stage"
     return PartitionError(
         f"{type(model).__name__} cannot be cut into {n} stages, but into {would_do}: its forward "
         f"calls {counted(len(layers), 'layer')} ({_listed(layers)}){why}"
@@ -154,10 +140,6 @@ def _too_many_stages(
 def _listed(cuts: Sequence[Cut]) -> str:
     few = [repr(cut) for cut in cuts]
     return ", ".join(few if len(few) < 6 else [*few[:3], "…", few[-1]])
-
-
-def _sums(values: Mapping[Cut, float], groups: Iterable[Sequence[Cut]]) -> list[float]:
-    return [sum(map(values.__getitem__, group)) for group in groups]
 
 
 def _grouped(calls: Sequence[Cut], starts: Sequence[Cut]) -> list[Sequence[Cut]]:

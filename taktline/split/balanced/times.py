@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -45,10 +45,9 @@ def measure_times(
     calls: Counter[str] = Counter()
     times: dict[Cut, float] = {}
     aside = Aside(0, {})
-    named: dict[str, nn.Module] = {}
 
     def run(name: str, *args: Any, **kwargs: Any) -> Any:
-        took, output = _time(named[name], (args, kwargs), device, aside)
+        took, output = _time(whole.get_submodule(name), (args, kwargs), device, aside)
         times[Cut(name, calls[name])] = took
         calls[name] += 1
         return pytree.tree_map_only(torch.Tensor, lambda part: part.detach().to(here), output)
@@ -56,8 +55,9 @@ def measure_times(
     try:
         # A forward may change what it finds: buffers, and attributes of modules.
         whole = copy.deepcopy(model, {id(part): part for part in model.parameters()})
-        named = {name: whole.get_submodule(name) for name in units}
-        with _replaced(named, run), keep_generators([here, device]), torch.no_grad(), aside:
+        for name in units:
+            vars(whole.get_submodule(name))["forward"] = partial(run, name)
+        with keep_generators([here, device]), torch.no_grad(), aside:
             whole(*args, **kwargs)
     except Exception as error:  # the model's code may raise anything
         raise PartitionError(
@@ -67,31 +67,11 @@ def measure_times(
     return times
 
 
-@contextmanager
-def _replaced(modules: Mapping[str, nn.Module], run: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``run`` is the forward of some modules; it gets the name of each."""
-    own = {name: vars(module).get("forward") for name, module in modules.items()}
-    try:
-        for name, module in modules.items():
-            vars(module)["forward"] = lambda *args, name=name, **kwargs: run(name, *args, **kwargs)
-        yield
-    finally:
-        for name, module in modules.items():
-            vars(module).pop("forward", None)
-            if own[name] is not None:
-                vars(module)["forward"] = own[name]
-
-
 def _time(module: nn.Module, call: Call, device: torch.device, aside: Aside) -> tuple[float, Any]:
     """The shortest time of a call of a module's copy, and its output."""
-    own = vars(module).pop("forward")
-    try:
-        memo = {
-            id(part): _there(part, device) for part in (*module.parameters(), *module.buffers())
-        }
-        made = copy.deepcopy(module, memo)
-    finally:
-        vars(module)["forward"] = own
+    tensors = (*module.parameters(), *module.buffers())
+    made = copy.deepcopy(module, {id(part): _there(part, device) for part in tensors})
+    del made.__dict__["forward"]
     took: list[float] = []
     output: Any = None
     skips = aside.skips
@@ -102,16 +82,12 @@ def _time(module: nn.Module, call: Call, device: torch.device, aside: Aside) -> 
         with Aside(0, given) as inner, torch.enable_grad():
             start = _now(device)
             output = made.forward(*args, **kwargs)  # hooks run around the unit
-            _backward(output)
+            parts = [part for part in tensors_in(output) if part.requires_grad]
+            if parts:
+                torch.autograd.backward(parts, [torch.ones_like(part) for part in parts])
             took.append(_now(device) - start)
             aside.skips = inner.skips
     return min(took[1:]), output
-
-
-def _backward(output: Any) -> None:
-    parts = [part for part in tensors_in(output) if part.requires_grad]
-    if parts:
-        torch.autograd.backward(parts, [torch.ones_like(part) for part in parts])
 
 
 def _argument(part: Any, device: torch.device) -> Any:
