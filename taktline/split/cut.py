@@ -66,38 +66,33 @@ class Placement:
         self.at = _stages_of(record, cuts, name)
         self.given = set(parts_in(record.given, Value))
         self.homes: dict[Value, int] = dict.fromkeys(self.given, 0)
-        self.free, self.bound = self._find_free()
+        self.made: dict[Step, list[Value]] = {}
         for step, stage in self.at.items():
-            for value in step.makes:
-                self.homes.setdefault(value, stage)
+            self.made[step] = [value for value in step.makes if value not in self.homes]
+            self.homes |= dict.fromkeys(self.made[step], stage)
+        self.free, self.bound = self._find_free()
         self._require_one_stage_for_changes()
 
     def _find_free(self) -> tuple[set[Step], set[Value]]:
         """The steps that depend on the arguments alone, and the values that do not."""
         record, pinned = self.record, set[int]()
-        parameters = record.is_parameter
         written = {memory for step in record.steps for memory in step.writes}
         changed = {n for n, memory in record.state_memory.items() if memory in written}
         while True:
-            before = len(pinned)
-            bound = {v for v in self.given if record.memory[v] in pinned}
-            known, free = self.given - bound, set[Step]()
+            bound = {value for value, memory in record.memory.items() if memory in pinned}
+            free, before = set[Step](), len(pinned)
             for step in record.steps:
-                makes = [value for value in step.makes if value not in known]
                 if (
                     step.kind is not Kind.UNIT
                     and not step.draws
-                    and bound.isdisjoint(step.reads)
-                    and not any(s.name in parameters or s.name in changed for s in step.states)
-                    and not any(record.memory[value] in pinned for value in makes)
+                    and bound.isdisjoint((*step.reads, *step.makes))
+                    and not any(s.name in record.is_parameter for s in step.states)
+                    and not any(s.name in changed for s in step.states)
                 ):
                     free.add(step)
-                    known.update(makes)
-                    continue
-                bound.update(makes)
-                if step.kind is not Kind.READ:
+                else:
+                    bound.update(self.made[step])
                     pinned |= step.writes
-                    bound |= {v for v in (*known, *bound) if record.memory[v] in step.writes}
             if len(pinned) == before:
                 return free, bound
 

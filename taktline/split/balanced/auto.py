@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -71,23 +71,27 @@ def divide(
     model = without_compiler(model)
     call = as_call(model, example)
     empty, record = record_layers(model, call)
+    groups, obstacles = list[list[Cut]](), dict[Cut, str]()
+    for cut in record.costs:
+        if groups and (why := why_not(record, cut)):
+            obstacles[cut] = why
+            groups[-1].append(cut)
+        else:
+            groups.append([cut])
+    if len(groups) < n:
+        raise _too_many_stages(model, n, list(record.costs), obstacles)
     costs: Mapping[Cut, float] = record.costs
-    layers = list(costs)
-    obstacles = {cut: why_not(record, cut) for cut in layers[1:]}
-    starts = [*layers[:1], *(cut for cut, why in obstacles.items() if not why)]
-    if len(starts) < n:
-        raise _too_many_stages(model, n, layers, obstacles)
     if measure is not None:
-        times = measure(model, {cut.unit for cut in layers}, call)
-        costs = {cut: times.get(cut, 0.0) for cut in layers}
-    memory = {cut: _bytes_of(model.get_submodule(cut.unit)) for cut in layers}
-    groups = _grouped(layers, starts[1:])
+        times = measure(model, {cut.unit for cut in costs}, call)
+        costs = {cut: times.get(cut, 0.0) for cut in costs}
+    memory = {cut: _bytes_of(model.get_submodule(cut.unit)) for cut in costs}
     sums = ([sum(map(each.__getitem__, group)) for group in groups] for each in (costs, memory))
     partition = balance(next(sums), n, memory=next(sums), limits=limits)
-    cuts = [starts[bound] for bound in partition.bounds[1:-1]]
+    stages = [list(chain(*groups[layers])) for layers in partition.slices]
+    cuts = [calls[0] for calls in stages[1:]]
     pieces = pieces_of(model, empty, cuts, call, record)
     # A module that a stage calls several times takes its memory once.
-    once = [{cut.unit: memory[cut] for cut in calls} for calls in _grouped(layers, cuts)]
+    once = [{cut.unit: memory[cut] for cut in calls} for calls in stages]
     partition = replace(partition, stage_memory=tuple(sum(sizes.values()) for sizes in once))
     unit = "operations" if measure is None else "milliseconds"
     pieces.division = Division(partition, ("", *map(str, cuts)), unit)
@@ -125,11 +129,10 @@ def _too_many_stages(
     model: nn.Module, n: int, layers: Sequence[Cut], obstacles: Mapping[Cut, str]
 ) -> PartitionError:
     """The error for more stages than there are layers with which one can begin."""
-    others = [cut for cut, why in obstacles.items() if why]
-    most, why = len(layers) - len(others), ""
-    if others:
-        reason = f"with {others[0]!r}: {obstacles[others[0]]}"
-        why = f"; no stage can begin with {_listed(others)} ({reason})"
+    most, why = len(layers) - len(obstacles), ""
+    for first, reason in list(obstacles.items())[:1]:
+        others = _listed(list(obstacles))
+        why = f"; no stage can begin with {others} (with {first!r}: {reason})"
     would_do = f"{most} stages or fewer" if most > 1 else "1 stage"
     return PartitionError(
         f"{type(model).__name__} cannot be cut into {n} stages, but into {would_do}: its forward "
@@ -140,12 +143,6 @@ def _too_many_stages(
 def _listed(cuts: Sequence[Cut]) -> str:
     few = [repr(cut) for cut in cuts]
     return ", ".join(few if len(few) < 6 else [*few[:3], "…", few[-1]])
-
-
-def _grouped(calls: Sequence[Cut], starts: Sequence[Cut]) -> list[Sequence[Cut]]:
-    """Calls in groups; all but the first group begin with one of ``starts``."""
-    bounds = [0, *map(calls.index, starts), len(calls)]
-    return [calls[start:end] for start, end in pairwise(bounds)]
 
 
 def _text(number: float) -> str:
