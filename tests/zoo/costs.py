@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 
 from taktline.split.balanced import times
-from taktline.split.balanced.auto import _count
+from taktline.split.balanced.auto import _record
 from taktline.split.by_names import as_call
 from tests.zoo.architecture import Architecture
 
@@ -61,7 +61,7 @@ def compare(architecture: Architecture, rows: int = 2) -> Compared:
     """Count the layers of an architecture, and measure them by the time of the processor."""
     model = architecture.make()
     call = as_call(model, architecture.call(rows))
-    counted = _count(model, call)[1].operations
+    counted = _record(model, call)[1].costs
     with mock.patch.object(times, "_clock", time.process_time):  # others may be busy, too
         measured = times.measure_times(model, {cut.unit for cut in counted}, call)
     alike: dict[float, list[float]] = defaultdict(list)
