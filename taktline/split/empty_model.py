@@ -98,6 +98,7 @@ class EmptyModel:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
+        _require_own_hooks(model)
         self.kind = type(model)
         self.units = tuple(units)
         inside = {id(part) for name in units for part in model.get_submodule(name).modules()}
@@ -208,3 +209,25 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     with suppress(Exception):
         return copy.deepcopy(value, memo)
     return value
+
+
+def _require_own_hooks(model: nn.Module) -> None:
+    """Raise if a hook has the model itself, or what it keeps: the recorded copy has others."""
+    kept = {id(module): "the model" for module in model.modules() if module._modules}
+    for module in model.modules():
+        tables = {key: v for key, v in vars(module).items() if key not in _TABLES}
+        kept |= {id(v): repr(key) for key, v in tables.items() if isinstance(v, (dict, list))}
+    for name, module in model.named_modules():
+        for hook in (hook for table in HOOKS[:2] for hook in getattr(module, table).values()):
+            cells = getattr(hook, "__closure__", None) or ()
+            inside = [cell.cell_contents for cell in cells]
+            found = next((kept[id(each)] for each in inside if id(each) in kept), None)
+            if found is not None:
+                raise PartitionError(
+                    f"a hook of {name!r} refers to {found}, of which its stage has only a part; "
+                    "let the hook keep what it needs in an attribute of its own module, the first "
+                    "argument of hooks"
+                )
+
+
+_TABLES = frozenset(vars(nn.Module()))
