@@ -56,7 +56,7 @@ SAMPLE = (
 def run(cpu: str, for_pytest: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run pytest on such a CPU, with compiled kernels of its own.
 
-    The compiler would take those of another CPU from its cache: torch finds them by the graph alone.
+    The compiler would take those of another CPU from its cache: it asks only for the same graph.
     """
     with TemporaryDirectory() as kernels:
         return subprocess.run(
