@@ -11,8 +11,8 @@ from taktline.split.named.by_names import by_names
 from taktline.split.on_meta.deferred import deferred
 from taktline.split.on_meta.materialise import materialise
 from taktline.split.stages import Pieces, by_hand
-from taktline.split.traced.markers import SplitPoint, pipe_split
 from taktline.split.traced.pipe import Pipe, PipeInfo, build_stage, pipeline
+from taktline.split.traced.trace import SplitPoint, pipe_split
 
 __all__ = [
     "Pieces",
