@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import taktline as tl
-from taktline.errors import PartitionError
+from taktline.errors import SignatureError
 from tests.split.models import BEGINNING, Options, Three
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def test_keywords_defaults_and_containers() -> None:
 def test_another_constant_than_that_of_the_trace() -> None:
     pair = {"x": torch.randn(2, 4), "z": torch.randn(2)}
     pipe = tl.pipeline(Options(), (pair,), {"scale": 3.0})
-    with pytest.raises(PartitionError, match=r"scale is 4.0, but .* traced with 3.0, .*by_names"):
+    with pytest.raises(SignatureError, match=r"scale is 4.0, but .* traced with 3.0, .*by_names"):
         pipe(pair, scale=4.0)
 
 
@@ -48,14 +48,14 @@ def test_another_tensor_than_that_of_the_trace(other: Tensor, kind: str) -> None
     """Sizes and types are constants of a trace: `x.sum(0) / len(x)` would be wrong silently."""
     pipe = tl.pipeline(Three(), (torch.ones(2, 4),), split_spec={"b": BEGINNING})
     text = rf"x is a tensor of {kind}, but .* traced with a tensor of .*shape \[2, 4\]"
-    with pytest.raises(PartitionError, match=text):
+    with pytest.raises(SignatureError, match=text):
         pipe(other)
 
 
 def test_other_arguments_than_those_of_the_trace() -> None:
     pair = {"x": torch.randn(2, 4), "z": torch.randn(2)}
     pipe = tl.pipeline(Options(), (pair,))
-    with pytest.raises(PartitionError, match="traced with the arguments pair_x, pair_z; pass just"):
+    with pytest.raises(SignatureError, match="traced with the arguments pair_x, pair_z; pass just"):
         pipe(pair, scale=2.0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         pipe(pair, nonsense=1)
@@ -73,7 +73,7 @@ def test_none_where_a_tensor_comes_later() -> None:
     pipe = tl.pipeline(Options(), (pair, None))
     pipe(pair, None)
     with pytest.raises(
-        PartitionError, match=r"y is a tensor of .*, but the pipeline was traced with None"
+        SignatureError, match=r"y is a tensor of .*, but the pipeline was traced with None"
     ):
         pipe(pair, torch.ones(2, 4))
 

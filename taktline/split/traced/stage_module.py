@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from taktline import pytree
-from taktline.errors import PartitionError
+from taktline.errors import PartitionError, SignatureError
 from taktline.split.arguments import Args, Call, Kwargs
 
 
@@ -92,18 +92,21 @@ class Arguments(nn.Module):
         leaves, tree = pytree.tree_flatten(self._bound(args, kwargs))
         places, known = pytree.tree_flatten(self._bound(*self._places))
         if tree != known:
-            raise PartitionError(
+            raise SignatureError(
                 f"the pipeline was traced with the arguments {', '.join(self._kinds)}; pass just "
                 "these, in the same containers, or call pipeline() with what you need"
             )
         given = dict(zip(places, leaves, strict=True))
         for place, (name, kind) in enumerate(self._kinds.items()):
             if (found := _kind(given[place])) != kind:
-                raise PartitionError(
-                    f"{name} is {found}, but the pipeline was traced with {kind}, which is fixed "
-                    "now: make every micro-batch like the example, call pipeline() with an example "
-                    "of what you need, or cut the model with taktline.split.by_names"
+                error = SignatureError(
+                    f"{name} is {''.join(found)}, but the pipeline was traced with "
+                    f"{''.join(kind)}, which is fixed now: make every micro-batch like the "
+                    "example, call pipeline() with an example of what you need, or cut the model "
+                    "with taktline.split.by_names"
                 )
+                error.differs = "dtype" if found[0] != kind[0] else "shape"
+                raise error
         return [given[place] for place in range(len(leaves))]
 
     def _bound(self, args: Args, kwargs: Kwargs) -> Call:
@@ -112,11 +115,11 @@ class Arguments(nn.Module):
         return bound.args, dict(sorted(bound.kwargs.items()))
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: Any) -> tuple[str, str]:
     """What a trace knows of an argument: the type and shape of a tensor, or else the value."""
     if isinstance(leaf, torch.Tensor):
-        return f"a tensor of {leaf.dtype} and shape {list(leaf.shape)}"
-    return repr(leaf)
+        return f"a tensor of {leaf.dtype}", f" and shape {list(leaf.shape)}"
+    return repr(leaf), ""
 
 
 class Output(nn.Module):
