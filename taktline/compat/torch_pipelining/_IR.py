@@ -20,7 +20,8 @@ from taktline.compat.torch_pipelining.stage import build_stage
 from taktline.errors import PartitionError
 from taktline.pytree import tree_leaves
 from taktline.split import SplitPoint, pipe_split
-from taktline.split.traced.pipe import cut_programs
+from taktline.split.traced.cut import cut
+from taktline.split.traced.pipe import joined
 
 
 def _unchanged(*_: Any) -> Callable[[Any], Any]:
@@ -71,9 +72,9 @@ class Pipe(split.Pipe):
         split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     ) -> Pipe:
         """An exported model, cut where it calls :func:`pipe_split`, or where a policy says."""
+        pieces = {mod.training: cut(mod, exported_program, split_policy)}
         why_not = "it was exported in the other mode"
-        programs = {mod.training: exported_program}
-        return _as_in_torch(cut_programs(mod, programs, split_policy, why_not))
+        return _as_in_torch(joined(pieces, exported_program.example_inputs, why_not))
 
     @staticmethod
     def from_tracing(

@@ -28,14 +28,15 @@ from taktline.split.traced.trace import is_mark
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-Policy = Callable[[fx.GraphModule], fx.GraphModule]
 Piece = tuple[fx.Graph, dict[str, tuple[Any, bool]]]
 """A graph, its attributes, and whether each is in the state dict."""
 _Stages = dict[fx.Node, int]
 
 
 def cut(
-    model: nn.Module, program: ExportedProgram, policy: Policy | None, training: bool
+    model: nn.Module,
+    program: ExportedProgram,
+    policy: Callable[[fx.GraphModule], fx.GraphModule] | None,
 ) -> list[Piece]:
     """The pieces of a trace, in order; ``policy`` may add marks to it."""
     example: Any = program.example_inputs
@@ -48,7 +49,7 @@ def cut(
             )
     stages = _find_stages(traced)
     _require_own_memory(traced, stages)
-    prefix = "_train_" if training else "_eval_"
+    prefix = "_train_" if model.training else "_eval_"
     end, made = traced.graph.output_node(), list[Piece]()
     for stage in range(stages[end] + 1):
         builder = _Builder(model, traced, prefix)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,12 @@ from taktline.meta import as_arguments
 from taktline.split.arguments import Args, Kwargs
 from taktline.split.on_meta.materialise import materialise
 from taktline.split.stages import Pieces, require_stage
-from taktline.split.traced.cut import Policy, cut
+from taktline.split.traced.cut import Piece, cut
 from taktline.split.traced.stage_module import StageModule
 from taktline.split.traced.trace import SplitPoint, in_mode, trace
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.ties import declared
 from taktline.text import counted
-
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
 
 
 @dataclass
@@ -172,13 +169,14 @@ def pipeline(
             "split_spec and split_policy both say where to cut; pass only one of them"
         )
     spec, training, why_not = split_spec or {}, module.training, ""
-    programs = {training: trace(module, mb_args, mb_kwargs, spec)}
+    pieces = {training: cut(module, trace(module, mb_args, mb_kwargs, spec), split_policy)}
     try:
         with in_mode(module, training=not training):
-            programs[not training] = trace(module, mb_args, mb_kwargs, spec)
+            program = trace(module, mb_args, mb_kwargs, spec)
+            pieces[not training] = cut(module, program, split_policy)
     except PartitionError as error:
         why_not = str(error)
-    pipe = cut_programs(module, programs, split_policy, why_not)
+    pipe = joined(pieces, (mb_args, mb_kwargs or {}), why_not)
     if pipe.num_stages == 1 and split_spec is None and split_policy is None:
         raise PartitionError(
             "no split point: pass split_spec or split_policy, or call pipe_split() in the forward; "
@@ -187,44 +185,26 @@ def pipeline(
     return pipe
 
 
-def cut_programs(
-    model: nn.Module, programs: dict[bool, ExportedProgram], policy: Policy | None, why_not: str
-) -> Pipe:
-    """The stages of an exported model; ``why_not`` says why there is one mode only."""
-    mode, *others = programs
-    pieces = {mode: cut(model, programs[mode], policy, mode)}
+def joined(pieces: dict[bool, list[Piece]], example: Any, why_not: str) -> Pipe:
+    """A pipe of pieces by mode, the present one first; ``why_not`` says why there is one only."""
+    mode, *others = pieces
     for other in others:
-        try:
-            pieces[other] = cut(model, programs[other], policy, other)
-        except PartitionError as error:
-            why_not = str(error)
-        else:
-            if (found := len(pieces[other])) != len(pieces[mode]):
-                why_not = f"it has {found} stages there, and {len(pieces[mode])} here"
-                del pieces[other]
-    modules: list[nn.Module] = []
-    for several in zip(*pieces.values(), strict=True):
-        graphs = dict(zip(pieces, (graph for graph, _ in several), strict=True))
-        parts = {name: part for _, each in several for name, part in each.items()}
-        modules.append(StageModule(graphs, parts, mode, why_not))
-    Pieces(modules)  # declares the ties
-    return Pipe(_chain(modules, programs[mode].example_inputs), len(modules), False, None)
-
-
-def _chain(modules: Sequence[Any], example: Any) -> fx.GraphModule:
-    """A module whose graph calls one stage after the other."""
+        if (found := len(pieces[other])) != len(pieces[mode]):
+            why_not = f"it has {found} stages there, and {len(pieces[mode])} here"
+            del pieces[other]
     root, graph = nn.Module(), fx.Graph()
-    root.training = modules[0].training
+    root.training = mode
     values = [graph.placeholder(f"arg{place}") for place in range(len(example[0]))]
     named: dict[str, Any] = {name: graph.placeholder(name) for name in example[1]}
-    output: Any = None
-    for stage, module in enumerate(modules):
+    for stage, several in enumerate(zip(*pieces.values(), strict=True)):
+        graphs = {mode: made for mode, (made, _) in zip(pieces, several, strict=True)}
+        parts = {name: part for _, each in several for name, part in each.items()}
         name = f"submod_pp_{stage}"
-        root.add_module(name, module)
-        output, named = graph.call_module(name, tuple(values), named), {}
-        values, given = [output], module.graph.output_node().args[0]
-        if isinstance(given, tuple):
+        root.add_module(name, StageModule(graphs, parts, mode, why_not))
+        values, named = [graph.call_module(name, tuple(values), named)], {}
+        if isinstance(given := graphs[mode].output_node().args[0], tuple):
             places = range(len(given))
-            values = [graph.call_function(operator.getitem, (output, place)) for place in places]
-    graph.output(output)
-    return fx.GraphModule(root, graph)
+            values = [graph.call_function(operator.getitem, (*values, place)) for place in places]
+    graph.output(values[0])  # the last stage gives one value, with all containers
+    Pieces(root.children())  # declares the ties
+    return Pipe(fx.GraphModule(root, graph), len(pieces[mode]), False, None)
