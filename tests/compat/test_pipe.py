@@ -191,7 +191,7 @@ def test_a_shape_that_was_not_traced_is_torchs_error() -> None:
     pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (_X,))
     for batch, kind in ((torch.ones(6, 4), "shape"), (_X.double().repeat(2, 1), "dtype")):
         stage = pipe.build_stage(0, torch.device("cpu"))
-        with pytest.raises(PipeliningShapeError, match=rf"input_1 is .* but .* \({kind} mismatch\)"):
+        with pytest.raises(PipeliningShapeError, match=rf"input_1 is .* \({kind} mismatch\)"):
             ScheduleGPipe(stage, 2).step(batch)
 
 

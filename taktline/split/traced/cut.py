@@ -139,6 +139,8 @@ class _Memory:
         """By the value that was first in that memory."""
         self.written: list[tuple[fx.Node, fx.Node]] = []
         """Such values, and operations that write to them."""
+        self.returned: list[fx.Node] = []
+        """Such values whose memory the graph returns."""
         roots: dict[fx.Node, list[fx.Node]] = {}
         tensors: dict[int, fx.Node] = {}
         for node in traced.graph.nodes:
@@ -150,6 +152,8 @@ class _Memory:
                 for root in roots[part]:
                     self.users.setdefault(root, []).append(node)
             self.written += [(root, node) for part in written for root in roots[part]]
+            if node.op == "output":
+                self.returned = [root for part in node.all_input_nodes for root in roots[part]]
 
 
 def _shared(traced: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -157,9 +161,10 @@ def _shared(traced: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], list[
     inputs = node.all_input_nodes
     parts = [_attribute(traced, part) for part in inputs if part.op == "get_attr"]
     regions = [_Memory(part) for part in parts if isinstance(part, fx.GraphModule)]
-    if regions:
-        writes = any(root.op == "placeholder" for each in regions for root, _ in each.written)
-        return inputs, inputs if writes else []
+    if regions:  # which of its inputs they are, is not looked into
+        written = any(root.op == "placeholder" for each in regions for root, _ in each.written)
+        viewed = any(root.op == "placeholder" for each in regions for root in each.returned)
+        return inputs if viewed else [], inputs if written else []
     if node.target is operator.getitem:
         return inputs, []
     call = (node.target, node.args, node.kwargs)
