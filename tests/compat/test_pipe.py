@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from taktline import local
 from taktline.compat.torch_pipelining import (
     _IR,
     Pipe,
@@ -189,10 +190,14 @@ def test_an_exported_model_is_cut() -> None:
 
 def test_a_shape_that_was_not_traced_is_torchs_error() -> None:
     pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (_X,))
-    for batch, kind in ((torch.ones(6, 4), "shape"), (_X.double().repeat(2, 1), "dtype")):
-        stage = pipe.build_stage(0, torch.device("cpu"))
-        with pytest.raises(PipeliningShapeError, match=rf"input_1 is .* \({kind} mismatch\)"):
-            ScheduleGPipe(stage, 2).step(batch)
+
+    def main(rank: int) -> None:
+        for batch, kind in ((torch.ones(6, 4), "shape"), (_X.double().repeat(2, 1), "dtype")):
+            stage = pipe.build_stage(0, torch.device("cpu"))
+            with pytest.raises(PipeliningShapeError, match=rf"input_1 is .* \({kind} mismatch\)"):
+                ScheduleGPipe(stage, 2).step(batch)
+
+    local.run(main, 1)
 
 
 def test_an_executor_that_begins_anew_at_each_stage() -> None:
