@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import fx, nn
 
-from taktline import local
 from taktline.compat.torch_pipelining import (
     _IR,
     Pipe,
@@ -188,16 +187,13 @@ def test_an_exported_model_is_cut() -> None:
     assert Pipe._from_traced(model, program, split_policy=policy).num_stages == 1
 
 
+@pytest.mark.usefixtures("fake_group")
 def test_a_shape_that_was_not_traced_is_torchs_error() -> None:
     pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (_X,))
-
-    def main(rank: int) -> None:
-        for batch, kind in ((torch.ones(6, 4), "shape"), (_X.double().repeat(2, 1), "dtype")):
-            stage = pipe.build_stage(0, torch.device("cpu"))
-            with pytest.raises(PipeliningShapeError, match=rf"input_1 is .* \({kind} mismatch\)"):
-                ScheduleGPipe(stage, 2).step(batch)
-
-    local.run(main, 1)
+    for batch, kind in ((torch.ones(6, 4), "shape"), (_X.double().repeat(2, 1), "dtype")):
+        stage = pipe.build_stage(0, torch.device("cpu"))
+        with pytest.raises(PipeliningShapeError, match=rf"input_1 is .* \({kind} mismatch\)"):
+            ScheduleGPipe(stage, 2).step(batch)
 
 
 def test_an_executor_that_begins_anew_at_each_stage() -> None:

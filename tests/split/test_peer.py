@@ -51,7 +51,7 @@ def test_where_torch_fails() -> None:
     x, _ = case.batch(3)
     model = make("rotated")
     spec = {"layers.1": peer.SplitPoint.BEGINNING}
-    with pytest.raises(Exception, match="Expected positional argument|unexpected placeholder"):
+    with pytest.raises(Exception, match=r"Expected positional argument|unexpected placeholder"):
         peer.pipeline(make("rotated"), (x,), split_spec=spec)(x)
     assert torch.equal(tl.pipeline(model, (x,), split_spec=case.cuts[2])(x), model(x))
 
