@@ -10,6 +10,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -103,3 +106,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+def _end(imported_in: int = os.getpid()) -> None:
+    """Let ranks that wait for this process know that it ends, if it has made no pipeline."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if os.getpid() != imported_in or distributed is None:  # or it is forked, and the rank goes on
+        return
+    if distributed.is_available() and distributed.is_initialized():
+        import_module("taktline.transport.early_end").leave_word()
+
+
+atexit.register(_end)
+if "multiprocessing.util" in sys.modules:  # its processes end without calling what atexit knows
+    sys.modules["multiprocessing.util"].Finalize(None, _end, exitpriority=100)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.settled import ONEDNN
 
@@ -53,14 +54,18 @@ SAMPLE = (
 
 
 def run(cpu: str, for_pytest: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run pytest on such a CPU."""
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *for_pytest],
-        cwd=ROOT,
-        env={**os.environ, **CPUS[cpu]},
-        text=True,
-        check=False,
-    )
+    """Run pytest on such a CPU, with compiled kernels of its own.
+
+    The compiler would take those of another CPU from its cache: it asks only for the same graph.
+    """
+    with TemporaryDirectory() as kernels:
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *for_pytest],
+            cwd=ROOT,
+            env={**os.environ, **CPUS[cpu], "TORCHINDUCTOR_CACHE_DIR": kernels},
+            text=True,
+            check=False,
+        )
 
 
 def main() -> int:

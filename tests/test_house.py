@@ -69,7 +69,7 @@ def test_private_names_of_torch_are_listed_with_a_reason() -> None:
 
 def test_private_names_of_torch_are_looked_up() -> None:
     """Not imported: a version of torch may lack them."""
-    rooms = ("compat/", "split/traced/")
+    rooms = ("compat/",)
     files = {file for files in imported_directly().values() for file in files}
     assert not {file for file in files if not file.startswith(rooms)}
 

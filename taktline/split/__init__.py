@@ -10,8 +10,8 @@ from taktline.split.balanced.auto import auto
 from taktline.split.by_names import by_names
 from taktline.split.on_meta import deferred, materialise
 from taktline.split.stages import Pieces, by_hand
-from taktline.split.traced.markers import SplitPoint, pipe_split
 from taktline.split.traced.pipe import Pipe, PipeInfo, build_stage, pipeline
+from taktline.split.traced.trace import SplitPoint, pipe_split
 
 __all__ = [
     "Pieces",

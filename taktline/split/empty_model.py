@@ -50,6 +50,7 @@ class EmptyModel:
     """
 
     def __init__(self, model: nn.Module, cuts: Sequence[Cut]) -> None:
+        _require_own_hooks(model)
         self.kind = type(model)
         self.units = _units_of(model, cuts)
         inside = {id(part) for name in self.units for part in model.get_submodule(name).modules()}
@@ -116,10 +117,14 @@ class EmptyModel:
                     f"that of the buffer {name!r}, which its stages have; change the type of the "
                     "stages, or before the model is cut"
                 )
+
+        def retyped(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype not in types:
+                return tensor
+            return _like(tensor.detach().to(types[tensor.dtype]), tensor)
+
         if types:
-            self._replace(
-                lambda t: _like(t.detach().to(types[t.dtype]), t) if t.dtype in types else t
-            )
+            self._replace(retyped)
             self.retyped += 1
 
 
@@ -162,6 +167,23 @@ def _require_plain(name: str, module: nn.Module) -> None:
             f"the forward of {who} was replaced on this object, by one that may refer to the "
             "whole model; cut the model before its forward is wrapped"
         )
+
+
+def _require_own_hooks(model: nn.Module) -> None:
+    """Raise if a hook has the model itself, or what it keeps: the recorded copy has others."""
+    kept = {id(module): "the model" for module in model.modules() if module._modules}
+    for module in model.modules():
+        own = {key: vars(module)[key] for key in vars(module).keys() - vars(nn.Module()).keys()}
+        kept |= {id(v): repr(key) for key, v in own.items() if isinstance(v, (dict, list))}
+    for name, module in model.named_modules():
+        for hook in (hook for table in _HOOKS[:2] for hook in getattr(module, table).values()):
+            for cell in getattr(hook, "__closure__", None) or ():
+                if found := kept.get(id(cell.cell_contents)):
+                    raise PartitionError(
+                        f"a hook of {name!r} refers to {found}, of which its stage has only a "
+                        "part; let the hook keep what it needs in an attribute of its own module, "
+                        "the first argument of hooks"
+                    )
 
 
 _Table = tuple[dict[str, Any], dict[str, torch.Tensor]]

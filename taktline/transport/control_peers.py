@@ -19,7 +19,7 @@ from contextlib import suppress
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from taktline.checks import read
-from taktline.errors import JsonError
+from taktline.errors import JsonError, LostRankError
 from taktline.transport.control_messages import Message, Peer
 from taktline.transport.listener import ADDRESS, Address, Listener, call
 from taktline.transport.own_host import own_host
@@ -31,6 +31,18 @@ _REFUSED_SECONDS = 0.25
 """How long a process that was never connected refuses calls before it counts as ended."""
 _PROBES = 12
 """How often a process that does not call is tried: it may be stopped."""
+
+
+def require_alive(store: Store) -> None:
+    """Raise unless the store answers: to connect to one that is gone takes its whole timeout."""
+    try:
+        store.check([""])
+    except RuntimeError as error:
+        raise LostRankError(
+            "rank 0 is lost: the store of the process group, which it or a launcher keeps, "
+            "does not answer. Look at the output of both; restart all ranks",
+            peer=0,
+        ) from error
 
 
 class Peers:
@@ -57,6 +69,7 @@ class Peers:
     ) -> None:
         self._process, self._size = process, size
         self._greet, self._take, self._part = greet, take, part
+        require_alive(store)
         # A connection of its own, for another thread.
         own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._store = PrefixStore(name, own)
@@ -139,8 +152,11 @@ class Peers:
             for process in sorted(self._missing - self._calling):
                 if process in self._addresses or self._look_up(process):
                     self._try(process)
-        except (RuntimeError, JsonError):  # the store is gone: nobody else can be found
-            self._missing &= self._addresses.keys()
+        except (RuntimeError, JsonError) as error:  # nobody else can be found
+            unknown = self._missing - self._addresses.keys()
+            self._missing -= unknown
+            if 0 in unknown and isinstance(error, RuntimeError):
+                self._end(0)  # the store is gone, and with it the process that kept it
         since = time.monotonic() - _REFUSED_SECONDS
         for process in [p for p in self._missing if self._refused.get(p, since) < since]:
             self._end(process)

@@ -32,6 +32,7 @@ from taktline.transport.communicators import default_group
 from taktline.transport.control_messages import Message
 from taktline.transport.control_news import Heard, News, Values
 from taktline.transport.control_peers import Peers
+from taktline.transport.early_end import store_name
 from taktline.transport.exit_hooks import planes
 from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
 
@@ -91,9 +92,8 @@ class Plane:
         group = default_group()
         plane = planes.get(group)
         if plane is None or plane._pid != os.getpid():  # a fork has no thread
-            restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            name = f"taktline/control/{restart}"
-            plane = planes[group] = cls(group.get_group_store(), group.rank(), group.size(), name)
+            place = (group.rank(), group.size(), store_name())
+            plane = planes[group] = cls(group.get_group_store(), *place)
             finalize(group, plane.forget).atexit = False
         return plane
 

@@ -25,14 +25,14 @@ def own_host(store: Store) -> str:
     IPv4, if there is such an address or route, and IPv6 otherwise.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    routes = [route for host, port in _hosts(store) for route in _routes(host, port)]
+    routes = [route for host, port in hosts_of(store) for route in _routes(host, port)]
     found = list(_addresses_of(interface))
     # Of an interface that has both, the kind by which the store is reached.
     found.sort(key=lambda address: bool(routes) and (":" in address) != (":" in routes[0]))
     return [*found, *routes, "127.0.0.1" if _can_listen("127.0.0.1") else "::1"][0]
 
 
-def _hosts(store: Store) -> Iterator[tuple[str, int]]:
+def hosts_of(store: Store) -> Iterator[tuple[str, int]]:
     """Where the store is, and the master, which the store may not name."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,10 +12,12 @@ from taktline.compat.torch_pipelining import (
     _IR,
     Pipe,
     PipelineStage,
+    ScheduleGPipe,
     SplitPoint,
     pipe_split,
     pipeline,
 )
+from taktline.compat.torch_pipelining._utils import PipeliningShapeError
 from taktline.compat.torch_pipelining.stage import _PipelineStageBase
 from tests.compat.peer import SINCE_2_13, module
 
@@ -183,6 +185,15 @@ def test_an_exported_model_is_cut() -> None:
         return traced
 
     assert Pipe._from_traced(model, program, split_policy=policy).num_stages == 1
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_shape_that_was_not_traced_is_torchs_error() -> None:
+    pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (_X,))
+    for batch, kind in ((torch.ones(6, 4), "shape"), (_X.double().repeat(2, 1), "dtype")):
+        stage = pipe.build_stage(0, torch.device("cpu"))
+        with pytest.raises(PipeliningShapeError, match=rf"input_1 is .* \({kind} mismatch\)"):
+            ScheduleGPipe(stage, 2).step(batch)
 
 
 def test_an_executor_that_begins_anew_at_each_stage() -> None:

@@ -357,5 +357,5 @@ def test_a_stage_finds_where_its_values_come_from_and_go_to() -> None:
     (output,) = stage._shape_inference((torch.ones(2, 4),))
     assert output.shape == (2, 3)
     (source,) = stage._create_act_recv_info()
-    assert "root" in repr(source)
+    assert "root" in repr(source).lower()
     assert stage._create_act_send_info() == {0: []}

@@ -61,17 +61,18 @@ def test_two_hosts_with_ipv6_only() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "call", "victim", "how"),
+    ("schedule", "ranks", "call", "victim", "how"),
     [
-        (6, "save", 4, "sleeps"),
-        (6, "load", 1, "loops"),
-        (6, "save", 2, "loops"),
+        ("1f1b", 6, "load", 4, "sleeps"),
+        ("1f1b", 6, "load", 1, "loops"),
+        ("1f1b", 6, "save", 4, "sleeps"),
+        ("zbv", 8, "save", 2, "loops"),
     ],
 )
 def test_a_rank_that_hangs_in_a_save_or_load(
-    tmp_path: Path, ranks: int, call: str, victim: int, how: str
+    tmp_path: Path, schedule: str, ranks: int, call: str, victim: int, how: str
 ) -> None:
-    with Job(Case.of(f"hang-1f1b-{ranks}-none-steady")) as job:
+    with Job(Case.of(f"hang-{schedule}-{ranks}-none-steady")) as job:
         job.build()
         if call == "load":
             job.ask("checkpoint", "save", str(tmp_path), victim, "not")

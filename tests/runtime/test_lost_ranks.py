@@ -6,6 +6,9 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -188,3 +192,48 @@ def test_a_rank_that_stands_still(strike: Any, phase: str) -> None:
     # By then the other rank has been silent for a while.
     assert report[1].startswith("  rank 1: silent for ")
     assert "(stopped, or cut off); then: " in report[1]
+
+
+ENDS_EARLY = """
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+
+import taktline as tl
+
+rank, victim, where, how = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+dist.init_process_group(
+    "gloo", init_method=where, rank=rank, world_size=3, timeout=timedelta(seconds=300)
+)
+if rank == victim:
+    sys.exit("no model" if how == "fails" else 0)
+try:
+    tl.Pipeline(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), loss_fn=nn.MSELoss())
+except tl.TaktlineError as error:
+    print(type(error).__name__, error.peer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "hosts", "how"), [(2, False, "ends"), (1, True, "fails"), (0, True, "ends")]
+)
+def test_a_rank_that_ends_before_its_pipeline(
+    tmp_path: Path, victim: int, hosts: bool, how: str
+) -> None:
+    """``hosts``: whether rank 0 keeps the store, which ends with it."""
+    where = f"file://{tmp_path}/store"
+    if hosts:
+        with socket.create_server(("localhost", 0)) as free:
+            where = f"tcp://localhost:{free.getsockname()[1]}"
+    words = [sys.executable, "-c", ENDS_EARLY]
+    told = [str(victim), where, how]
+    ranks = [subprocess.Popen([*words, str(r), *told], stdout=PIPE, text=True) for r in range(3)]
+    try:
+        for rank in {0, 1, 2} - {victim}:
+            assert ranks[rank].communicate(timeout=120)[0] == f"LostRankError {victim}\n"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()

@@ -231,7 +231,12 @@ def test_reducers(module: Any) -> None:
     assert issubclass(module._LossReducer, module._CustomReducer)
 
 
-@pytest.mark.parametrize("module", [ours, theirs])
+RETAINS = pytest.mark.skipif(
+    not hasattr(theirs, "DTensor"), reason="torch retains the gradients of pieces since 2.13"
+)
+
+
+@pytest.mark.parametrize("module", [ours, pytest.param(theirs, marks=RETAINS)])
 def test_a_leaf_hands_its_gradient_to_its_pieces(module: Any) -> None:
     """A stage reads the gradient of its input, and the pieces are the inputs."""
     leaf = torch.ones(4, requires_grad=True)

@@ -7,14 +7,17 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -508,6 +511,87 @@ def test_compiled_and_wrapped_units() -> None:
         return model
 
     require_same(make, X)
+
+
+def test_units_with_adapters() -> None:
+    peft = pytest.importorskip("peft", reason="LoRA needs peft")
+
+    def make() -> nn.Module:
+        model = Net(lambda self, x: self.head(self.run(self.embed(x))))
+        config = peft.LoraConfig(r=2, target_modules=["0", "1", "2"], init_lora_weights=False)
+        torch.manual_seed(1)
+        peft.inject_adapter_in_model(config, model)
+        return model
+
+    require_same(make, X)
+
+
+def test_units_of_data_parallel(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    def make() -> nn.Module:
+        model: Any = Net(lambda self, x: self.head(self.run(self.embed(x))))
+        model.blocks[1] = DistributedDataParallel(model.blocks[1])
+        return model
+
+    try:
+        require_same(make, X)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_scaled_loss_under_autocast() -> None:
+    found: list[dict[str, Tensor]] = []
+    for cuts in ([], ["blocks.1"]):
+        model = Net(lambda self, x: self.head(self.run(self.embed(x)) * self.scale))
+        run = tl.split.by_names(model, cuts, example=(X,)) if cuts else model
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = run(X).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append({name: p.detach() for name, p in model.named_parameters()})
+    for name, right in found[0].items():
+        assert torch.equal(found[1][name], right), name
+
+
+def test_a_hook_that_keeps_outputs_for_the_forward() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        self.kept.clear()
+        x = self.run(self.embed(x))
+        return self.head(x + self.kept[0] * self.kept[2])
+
+    def make() -> nn.Module:
+        model: Any = Net(body)
+        model.kept = {}
+        for number, block in enumerate(model.blocks):
+            block.register_forward_hook(
+                lambda _, __, output, number=number: model.kept.__setitem__(number, output)
+            )
+        return model
+
+    refused(make, r"a hook of 'blocks\.0' refers to the model, .* in an attribute of its own", X)
+
+
+class Clamps(nn.Linear):
+    """Keeps its weight in bounds."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.3, 0.3)
+        return super().forward(input)
+
+
+def test_a_weight_that_its_unit_clamps() -> None:
+    require_same(lambda: Net(lambda self, x: self.head(self.run(self.embed(x))), Clamps), X)
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:

@@ -36,11 +36,6 @@ def test_the_same_stages(name: str, stages: int) -> None:
     theirs = peer.pipeline(make(name), (x,), split_spec=theirs_spec)
     assert ours.num_stages == theirs.num_stages
     assert names(ours) == names(theirs)
-    if (name, stages) == ("resnet", 4):
-        # Its second stage begins with relu_(): a stage may not write to what it is given.
-        with pytest.raises(RuntimeError, match=r"leaf Variable .* in-place operation"):
-            theirs(x)
-        return
     torch.manual_seed(0)
     expected = theirs(x)
     torch.manual_seed(0)
@@ -55,11 +50,9 @@ def test_where_torch_fails() -> None:
     case = CASES["rotated"]
     x, _ = case.batch(3)
     model = make("rotated")
-    theirs = peer.pipeline(
-        make("rotated"), (x,), split_spec={"layers.1": peer.SplitPoint.BEGINNING}
-    )
-    with pytest.raises(Exception, match="Expected positional argument"):
-        theirs(x)
+    spec = {"layers.1": peer.SplitPoint.BEGINNING}
+    with pytest.raises(Exception, match=r"Expected positional argument|unexpected placeholder"):
+        peer.pipeline(make("rotated"), (x,), split_spec=spec)(x)
     assert torch.equal(tl.pipeline(model, (x,), split_spec=case.cuts[2])(x), model(x))
 
 

@@ -683,6 +683,7 @@ def test_report_for_a_block() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler loads
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_report_for_what_cannot_be_split() -> None:
     torch._dynamo.reset()

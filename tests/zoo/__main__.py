@@ -15,19 +15,17 @@ from tests.workers import Workers, WorkersFailed, WorkersLost
 from tests.zoo import costs, zoo
 from tests.zoo.architecture import Architecture
 from tests.zoo.page import PAGE, Result, read, shortened, write
-from tests.zoo.trial import PLACES, Found, Place, Way, compare, over_processes, plain, train
+from tests.zoo.trial import PLACES, Found, Place, compare, over_processes, plain, train
 
-Try = Callable[[Place, Way], None]
+Try = Callable[[Place], None]
 """Trains an architecture in a place; raises if it cannot, or if it does so wrongly."""
-
-WAYS: tuple[Way, ...] = ("by name", "traced")
 
 
 def main() -> int:
     """Run them; returns 1 if any is wrong, rather than refused."""
     options = _parse()
     warnings.simplefilter("ignore")
-    for name in ("torch", "transformers"):  # a trace that fails prints its graph
+    for name in ("torch", "transformers"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     settle()
     if options.costs:
@@ -75,29 +73,24 @@ def _compare_costs(only: str) -> int:
 
 
 def judge(architecture: Architecture, where: str, before: Result, pool: Workers) -> Result:
-    """What becomes of an architecture, by name or else traced, added to what is known of it."""
+    """What becomes of an architecture, added to what is known of it."""
     expected = plain(architecture)
     attempt = partial(_train if where == "local" else partial(_train_over, pool), architecture)
-    best, best_way, reason = 0, "no", ""
-    for way in WAYS:
-        most, why = _most(partial(attempt, expected), way)
-        if most > best or way == "by name":
-            best, best_way, reason = most, way if most else "no", why
-        if best == max(place.stages for place in PLACES) or why.startswith("wrong"):
-            break
+    best, reason = _most(partial(attempt, expected))
+    way = "by name" if best else "no"
     if where == "gloo":
         # What holds in one process, too, is said once.
         same = best == before.local
         reason = before.reason if same else f"over gloo: {reason}"
-        best_way = before.way if before.local is not None else best_way
-    return replace(before, way=best_way, reason=reason, **{where: best})
+        way = before.way if before.local is not None else way
+    return replace(before, way=way, reason=reason, **{where: best})
 
 
-def _most(attempt: Try, way: Way) -> tuple[int, str]:
+def _most(attempt: Try) -> tuple[int, str]:
     """The most stages that an architecture trains in, and what keeps it from more."""
     passed, failures = [0], []
     for place in PLACES:
-        failure = _failure(attempt, place, way)
+        failure = _failure(attempt, place)
         if not failure:
             passed.append(place.stages)
             continue
@@ -108,10 +101,10 @@ def _most(attempt: Try, way: Way) -> tuple[int, str]:
     return max(passed), (wrong or failures or [""])[0]
 
 
-def _failure(attempt: Try, place: Place, way: Way) -> str:
+def _failure(attempt: Try, place: Place) -> str:
     """What goes wrong in a place."""
     try:
-        attempt(place, way)
+        attempt(place)
     except WorkersFailed as failed:
         return _told(next(iter(failed.errors.values())))
     except WorkersLost as lost:
@@ -127,14 +120,12 @@ def _told(error: BaseException) -> str:
     return shortened(f"{type(error).__name__}: {error}") or type(error).__name__
 
 
-def _train(architecture: Architecture, expected: Found, place: Place, way: Way) -> None:
-    compare(train(architecture, place, way), expected)
+def _train(architecture: Architecture, expected: Found, place: Place) -> None:
+    compare(train(architecture, place), expected)
 
 
-def _train_over(
-    pool: Workers, architecture: Architecture, expected: Found, place: Place, way: Way
-) -> None:
-    call = (architecture.name, place, way, expected)
+def _train_over(pool: Workers, architecture: Architecture, expected: Found, place: Place) -> None:
+    call = (architecture.name, place, expected)
     pool.run(over_processes, *call, ranks=place.ranks, timeout=600.0)
 
 

@@ -19,16 +19,18 @@ _HEAD = """\
 
 Small models of {count} architectures, from their configurations with random weights, each trained a
 step by 1F1B and ZB-V on 2 and 4 ranks, which are 2, 4 and 8 stages. Losses, gradients and buffers
-are compared with those of the plain model. No model was changed.
+are those of the plain model, to the last bit where numbers are added in the same order: not if
+several stages use a weight or a value, or if what crosses between processes is transposed. No model
+was changed.
 
 | ranks | train | in every number of stages |
 |---|---|---|
 | in one process | {local} | {local_whole} |
 | in processes, over gloo | {gloo} | {gloo_whole} |
 
-*By name* is `tl.Pipeline(model, example=…)`, which finds by itself where to cut. What it refuses is
-[traced](split.md#traced), and cut at layers. The numbers are the most stages that a model was
-trained in, – where it was not run. What does not work raises an error, which is shown in short.
+*By name* is `tl.Pipeline(model, example=…)`, which finds by itself where to cut. The numbers are
+the most stages that a model was trained in, – where it was not run. What does not work raises an
+error, which is shown in short.
 """
 _COLUMNS = (
     "| model | | in one process | over gloo | why not, or not more |\n|---|---|---|---|---|\n"

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from taktline import split
 from tests.workers import Workers
 from tests.zoo import costs, find, zoo
 from tests.zoo.page import PAGE, Result, read, shortened, write
+from tests.zoo.snapshot import snapshot
 from tests.zoo.trial import PLACES, Place, compare, over_processes, plain, train
 
 SAMPLE = [
@@ -31,6 +33,19 @@ SAMPLE = [
 def test_trains_as_the_plain_model(name: str, place: Place) -> None:
     architecture = find(name)
     compare(train(architecture, place), plain(architecture))
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.matrix) for n in SAMPLE[1:]] + SAMPLE[:1]
+)
+def test_the_model_stays_as_it_was(name: str) -> None:
+    architecture = find(name)
+    model = architecture.make()
+    before = snapshot(model)
+    split.auto(model, 2, architecture.call(2))
+    changed = [one[0] for one, other in zip(before, snapshot(model), strict=True) if one != other]
+    assert not changed
 
 
 MIXTRAL, DEEPSEEK = "MixtralForCausalLM", "DeepseekV3ForCausalLM"
@@ -58,7 +73,7 @@ def test_experts_in_mixed_precision(name: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["OPTForCausalLM", "GPT with a tied head"])
 def test_trains_as_the_plain_model_over_processes(name: str, workers: Workers) -> None:
-    assert workers.run(over_processes, name, Place("zbv", 2, 4), "by name") == [None, None]
+    assert workers.run(over_processes, name, Place("zbv", 2, 4)) == [None, None]
 
 
 MEASURED = [

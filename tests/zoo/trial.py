@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,6 @@ from tests.zoo import find
 from tests.zoo.architecture import Architecture, loss_of
 
 ROWS, PARTS = 8, 4
-
-Way: TypeAlias = Literal["by name", "traced"]
 
 
 class Place(NamedTuple):
@@ -69,13 +67,12 @@ def _target() -> Tensor:
     return torch.ones(ROWS)
 
 
-def train(
-    architecture: Architecture, place: Place, way: Way = "by name", mesh: DeviceMesh | None = None
-) -> Found:
+def train(architecture: Architecture, place: Place, mesh: DeviceMesh | None = None) -> Found:
     """A step on a pipeline; over processes, what this one has."""
     args, kwargs = architecture.call(ROWS)
     with tl.Pipeline(
-        **_model(architecture, place.stages, way),
+        architecture.make(),
+        example=architecture.call(ROWS // PARTS),
         schedule=place.schedule,
         microbatches=PARTS,
         loss_fn=loss_of,
@@ -90,23 +87,6 @@ def train(
             _gradients(pipe.named_parameters()),
             {name: buffer for named in buffers for name, buffer in named},
         )
-
-
-def _model(architecture: Architecture, stages: int, way: Way) -> dict[str, Any]:
-    """The model as the pipeline takes it, and what it is cut by."""
-    model, example = architecture.make(), architecture.call(ROWS // PARTS)
-    if way == "by name":
-        return {"model": model, "example": example}
-    layers = [
-        f"{name}.{key}"
-        for name, row in model.named_modules()
-        if isinstance(row, nn.ModuleList | nn.Sequential) and len(row) > 1
-        for key, _ in row.named_children()
-    ]
-    outer = [name for name in layers if not any(name.startswith(f"{o}.") for o in layers)]
-    cuts = [outer[len(outer) * stage // stages] for stage in range(1, stages)]
-    spec = dict.fromkeys(cuts, tl.SplitPoint.BEGINNING)
-    return {"model": tl.pipeline(model, *example, split_spec=spec)}
 
 
 def _gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
@@ -125,8 +105,14 @@ def compare(found: Found, expected: Found, *, whole: bool = True) -> None:
         for name, value in getattr(found, what).items():
             wide, exact = value.to(torch.complex128), right[name].to(torch.complex128)
             off, most = _most(wide - exact), _most(exact)
-            if not off <= 1e-3 * most + 1e-6:
+            # Numbers are added in another order if several stages use a weight or a value, or if
+            # what crosses between processes is transposed.
+            if not off <= _rounding(value) * most + 1e-9:
                 raise AssertionError(f"{what}: {name} is off by {off:.3g} of {most:.3g}")
+
+
+def _rounding(values: Tensor) -> float:
+    return min(1e-3, 16 * torch.finfo(values.dtype).eps) if values.is_floating_point() else 0.0
 
 
 def _most(values: Tensor) -> float:
@@ -138,13 +124,12 @@ def over_processes(
     group: dist.ProcessGroup,
     name: str,
     place: Place,
-    way: Way,
     expected: Found | None = None,
 ) -> None:
     """The same in each of some processes, for the fixture ``workers``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of transformers and torch.export
+        warnings.simplefilter("ignore")  # those of transformers
         architecture = find(name)
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
-        found = train(architecture, place, way, mesh)
+        found = train(architecture, place, mesh)
         compare(found, expected or plain(architecture), whole=False)

@@ -16,15 +16,12 @@ from torch.export import ExportedProgram
 from taktline import split
 from taktline.compat.torch_pipelining import of_torch
 from taktline.compat.torch_pipelining._errors import as_in_torch
-from taktline.compat.torch_pipelining._metadata import like
 from taktline.compat.torch_pipelining.stage import build_stage
 from taktline.errors import PartitionError
 from taktline.pytree import tree_leaves
 from taktline.split import SplitPoint, pipe_split
 from taktline.split.traced.cut import cut
-from taktline.split.traced.markers import tracing
-from taktline.split.traced.pipe import assembled
-from taktline.split.traced.state import State
+from taktline.split.traced.pipe import joined
 
 
 def _unchanged(*_: Any) -> Callable[[Any], Any]:
@@ -64,12 +61,7 @@ class Pipe(split.Pipe):
 
     _number_and_count_forward_stages = staticmethod(_torchs.Pipe._number_and_count_forward_stages)
 
-    @staticmethod
-    @like(_torchs.Pipe._trace_with_export)
-    def _trace_with_export(*args: Any, **kwargs: Any) -> ExportedProgram:
-        """A model as torch.export sees it, with its calls of :func:`pipe_split`."""
-        with tracing():
-            return _torchs.Pipe._trace_with_export(*args, **kwargs)
+    _trace_with_export = staticmethod(_torchs.Pipe._trace_with_export)
 
     @staticmethod
     def _from_traced(
@@ -80,13 +72,9 @@ class Pipe(split.Pipe):
         split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     ) -> Pipe:
         """An exported model, cut where it calls :func:`pipe_split`, or where a policy says."""
-        traced: Any = exported_program.module(check_guards=False)
-        if split_policy is not None:
-            traced = split_policy(traced)
-        state = State(mod)
+        pieces = {mod.training: cut(mod, exported_program, split_policy)}
         why_not = "it was exported in the other mode"
-        pieces = {mod.training: cut(traced, state)}
-        return _as_in_torch(assembled(pieces, traced, state, mod.training, why_not))
+        return _as_in_torch(joined(pieces, exported_program.example_inputs, why_not))
 
     @staticmethod
     def from_tracing(

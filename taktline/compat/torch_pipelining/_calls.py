@@ -161,7 +161,8 @@ class Calls:
         for op in ops:
             if isinstance(op, dist.P2POp):
                 if verb == "SEND":
-                    op.tensor = op.tensor.contiguous()  # groups refuse any other
+                    # Groups refuse any other; the message does not keep the graph.
+                    op.tensor = op.tensor.detach().contiguous()
                 op.tag = 1 + (2 * boundary + (way == "B")) * count + mb_index
         if verb == "SEND":
             self._make_room()

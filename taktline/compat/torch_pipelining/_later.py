@@ -53,6 +53,8 @@ class _ForwardCache(MutableMapping[int, tuple[tuple[Any, ...], list[Any]]]):
         return len(self._states)
 
 
+CHECKS_STRIDES = hasattr(torchs._PipelineStageBase, "_validate_fwd_outputs")
+"""Whether stages refuse outputs with other strides than the first ones, as before torch 2.12."""
 KEEPS_STATES = hasattr(torchs, "_ForwardChunkState")
 """Whether stages drop outputs that were sent, as they do since torch 2.15."""
 
@@ -128,6 +130,21 @@ class Later(torchs._PipelineStageBase):
             return find(*args, **kwargs)
         with self.in_context(0, infers=True):
             return find(*args, **kwargs)
+
+    if CHECKS_STRIDES:
+
+        def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
+            """The same under its earlier name."""
+            with self.in_context(0, infers=True):
+                return super()._shape_inference(*args, **kwargs)  # pyright: ignore
+
+        def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+            """Compare arguments with those of the first micro-batch, if that is known."""
+            if self.args_recv_info:
+                super()._validate_fwd_input(args, kwargs or {})  # pyright: ignore
+
+        def _validate_fwd_outputs(self, outputs: Any) -> None:
+            """Nothing: a stage compares sizes and types after it, and strides do not cross."""
 
     def start_gradient_reduction(self) -> None:
         """Start to average the gradients of a sharded stage over replicas."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from taktline.compat.torch_pipelining import _utils as utils
@@ -35,6 +36,8 @@ def is_whole(stage: Any) -> bool:
 class Telling(torchs.PipelineStage):
     """A stage that also tells its neighbours if it fails to find its metadata."""
 
+    examples: tuple[Any, Any]
+    inputs_meta: Any
     unprepared: Exception | None = None
     """The error, if it has failed."""
 
@@ -57,9 +60,8 @@ class Telling(torchs.PipelineStage):
 
         So all stages come to the end, where the error is raised.
         """
-        if not HAS_META:
-            return find(*args, **kwargs)
-        self._has_told = False
+        neighbour, self._has_told = self.stage_index + way, False
+        listens = self._listens(neighbour)
         try:
             return find(*args, **kwargs)
         except Exception as error:
@@ -67,10 +69,10 @@ class Telling(torchs.PipelineStage):
                 value for value in (*args, *kwargs.values()) if isinstance(value, RemoteError)
             ]
             self.unprepared = self.unprepared or (remote or [error])[0]
-        neighbour = self.stage_index + way
-        if not self._has_told and self._listens(neighbour):
+        if not self._has_told and listens:
             self._send_meta(RemoteError(), neighbour)
-        return RemoteError()
+        # Before 2.12, a stage with its neighbour elsewhere takes nothing from this rank.
+        return RemoteError() if HAS_META or self._is_here(neighbour) else ()
 
     def _only_listen(self, *_: Any, **__: Any) -> None:
         """Receive the metadata of the next stage, and fail."""
@@ -78,20 +80,36 @@ class Telling(torchs.PipelineStage):
             self._recv_meta(self.stage_index + 1)
         raise RemoteError
 
+    def _is_here(self, stage: int) -> bool:
+        return self.stage_index_to_group_rank.get(stage) == self.group_rank
+
     def _listens(self, stage: int) -> bool:
         """Whether there is such a stage, and it waits for a message."""
-        there = 0 <= stage < self.num_stages and not self._is_same_rank(stage)
-        return there and self._inference_mode == utils.InferenceMode.DYNAMIC
+        if not 0 <= stage < self.num_stages or self._is_here(stage):
+            return False
+        if HAS_META:
+            return self._inference_mode == utils.InferenceMode.DYNAMIC
+        return stage > self.stage_index and self.inputs_meta is None
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         self._has_told = True
-        super()._send_meta(meta, dst_stage)
+        if HAS_META:
+            super()._send_meta(meta, dst_stage)
+        else:
+            there = self.stage_index_to_group_rank[dst_stage]
+            place = {"group": self.group, "group_dst": there, "device": self.device}
+            dist.send_object_list([meta], **place, use_batch=True)
 
     def _recv_meta(self, src_stage: int) -> Any:
         meta = super()._recv_meta(src_stage)
         if isinstance(meta, RemoteError):
             raise meta
         return meta
+
+    def forget_metadata(self) -> None:
+        """Find the metadata again, unless a user has announced it; since 2.12, any stage does."""
+        if not HAS_META and self.examples[0] is None:
+            self.inputs_meta = self._outputs_meta = None
 
 
 class RemoteError(Exception):

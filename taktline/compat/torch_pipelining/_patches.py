@@ -171,6 +171,13 @@ class _Ranks(ModuleType):
         """The rank of this process, or thread."""
         return dist.get_rank(group) if _has_groups() else transport_of().rank
 
+    def recv_object_list(self, object_list: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Receive objects; an error of the sender in their place is raised."""
+        received = dist.recv_object_list(object_list, *args, **kwargs)
+        if isinstance(object_list[0], Exception):
+            raise object_list[0]
+        return received
+
     def get_world_size(self, group: dist.ProcessGroup | None = None) -> int:
         """How many ranks there are."""
         return dist.get_world_size(group) if _has_groups() else transport_of().size

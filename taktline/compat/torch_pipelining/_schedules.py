@@ -20,7 +20,7 @@ from taktline.compat.torch_pipelining._calls import (
     lowered,
     placement_of,
 )
-from taktline.compat.torch_pipelining._metadata import HAS_META, like, preparing
+from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, like, preparing
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError, ScheduleError
 from taktline.plan import Kind, Plan, validate
@@ -151,6 +151,9 @@ class _PipelineSchedule(torchs._PipelineSchedule):
         """Note whether stages know their metadata, or must find it again."""
         for name in [name for name in vars(self) if name.endswith("ward_initialized")]:
             setattr(self, name, known and (self._has_backward or "forward" in name))
+        for stage in () if known else self._local_stages:
+            if isinstance(stage, Telling):
+                stage.forget_metadata()
 
     def _has_own_step(self) -> bool:
         """Whether a user has overridden ``_step_microbatches``."""

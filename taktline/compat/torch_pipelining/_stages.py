@@ -14,12 +14,13 @@ from torch import nn
 
 from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining import stage as torchs
+from taktline.compat.torch_pipelining._earlier import Earlier
 from taktline.compat.torch_pipelining._later import (
     KEEPS_STATES,
     Later,
     backward_from_edges,
 )
-from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_whole, like, preparing
+from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_whole, like
 from taktline.compat.torch_pipelining._split_backward import Gradients
 from taktline.errors import MismatchError, StageUseError
 from taktline.split.traced.stage_module import StageModule
@@ -194,6 +195,17 @@ class _PipelineStageBase(Later):
             self.end_sync()
         self.scale_grads(grad_scale_factor)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """First messages to the neighbours on other ranks; gloo has none to the same rank."""
+        ops: list[dist.P2POp] = []
+        for neighbour in (self.stage_index - 1, self.stage_index + 1):
+            peer = self.stage_index_to_group_rank.get(neighbour, self.group_rank)
+            if peer != self.group_rank:
+                for op in (dist.irecv, dist.isend):
+                    message = torch.zeros(1, device=self.device)
+                    ops.append(dist.P2POp(op, message, group=self.group, group_peer=peer))
+        return ops
+
     def clear_runtime_states(self) -> None:
         """Forget every micro-batch."""
         if self.is_reducing:
@@ -207,63 +219,6 @@ class _PipelineStageBase(Later):
                 for info in infos:
                     info.buffer = None
         self.gradients_due = False
-
-
-class Earlier:
-    """Methods that stages of earlier torch had, and some programs still call."""
-
-    _stage_meta: Any
-    stage_index: int
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """First messages to the neighbours on other ranks."""
-        stage: Any = self
-        ops: list[dist.P2POp] = []
-        for neighbour in (stage.stage_index - 1, stage.stage_index + 1):
-            peer = stage.stage_index_to_group_rank.get(neighbour, stage.group_rank)
-            if peer != stage.group_rank:
-                for op in (dist.irecv, dist.isend):
-                    message = torch.zeros(1, device=stage.device)
-                    ops.append(dist.P2POp(op, message, group=stage.group, group_peer=peer))
-        return ops
-
-    def get_outputs_meta(self) -> tuple[Any, ...]:
-        """Shapes and types of the outputs."""
-        if self._stage_meta.outputs is None:
-            raise utils.PipeliningMetadataError(
-                f"Stage {self.stage_index}: outputs metadata required for recv info."
-            )
-        return self._stage_meta.outputs
-
-    def _configure_outputs_meta(self, outputs_meta: tuple[torch.Tensor, ...]) -> None:
-        """Set the metadata of the outputs."""
-        self._stage_meta.outputs = utils.extract_tensor_metas(outputs_meta)
-
-    def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """Run the module once, to find the metadata of its outputs."""
-        with preparing([self]):
-            self._forward_metadata_inference(args, kwargs)  # pyright: ignore
-        return self.get_outputs_meta()
-
-    def _create_act_recv_info(self) -> tuple[Any, ...]:
-        """The source of each input."""
-        self._setup_forward_recv_info(1, False)  # pyright: ignore
-        return self.args_recv_info[0]  # pyright: ignore
-
-    def _create_act_send_info(self) -> dict[int, list[int | None]]:
-        """The stages that each output goes to."""
-        self._setup_forward_send_info()  # pyright: ignore
-        return self.act_send_info  # pyright: ignore
-
-    def _validate_fwd_input(self, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Raise unless a micro-batch's arguments are like those of the first one."""
-        desc = f"Stage {self.stage_index} forward inputs"
-        self._validate_stage_tensors(desc, self._stage_meta.inputs, tuple(args))  # pyright: ignore
-
-    def _validate_fwd_outputs(self, outputs: tuple[Any, ...]) -> None:
-        """Raise unless a micro-batch's outputs are like those of the first one."""
-        desc = f"Stage {self.stage_index} forward outputs"
-        self._validate_stage_tensors(desc, self._stage_meta.outputs, outputs)  # pyright: ignore
 
 
 _TAKES = signature(torchs.PipelineStage.__init__)

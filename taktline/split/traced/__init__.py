@@ -1,1 +1,1 @@
-"""A model traced with torch.export and cut between its operations."""
+"""A model traced by torch.export, and cut between its operations."""

@@ -1,4 +1,4 @@
-"""Cuts a flat graph at its marks into one graph for each stage.
+"""Cuts a trace at its marks into one module for each stage.
 
 A value that a later stage needs crosses every boundary on its way::
 
@@ -13,80 +13,86 @@ A value that a later stage needs crosses every boundary on its way::
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.private import private
 from taktline.split.arguments import aliased
-from taktline.split.traced.markers import is_marker
-from taktline.split.traced.shapes import add_checks, read_sizes_locally
-from taktline.split.traced.state import State
+from taktline.split.traced.stage_module import Arguments, Output
+from taktline.split.traced.trace import is_mark
 
-_CodeGen = private("torch.fx.graph._PyTreeCodeGen", "a traced split")
-_TreeInfo = private("torch.fx.graph._PyTreeInfo", "a traced split")
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+Piece = tuple[fx.Graph, dict[str, tuple[Any, bool]]]
+"""A graph, its attributes, and whether each is in the state dict."""
+_Stages = dict[fx.Node, int]
 
 
-def cut(traced: fx.GraphModule, state: State) -> list[fx.Graph]:
-    """The graphs of the stages, in order; ``state`` has their attributes."""
-    stages = _stages(traced.graph)
-    last = stages[traced.graph.output_node()]
-    read_sizes_locally(traced.graph, stages, _crossing(stages, last))
-    crossing = _crossing(stages, last)
-    aliases = _Aliases(stages)
-    aliases.require_own_buffers(stages)
-    made: list[fx.Graph] = []
-    for stage in range(last + 1):
-        builder = _Builder(traced, state)
+def cut(
+    model: nn.Module,
+    program: ExportedProgram,
+    policy: Callable[[fx.GraphModule], fx.GraphModule] | None,
+) -> list[Piece]:
+    """The pieces of a trace, in order; ``policy`` may add marks to it."""
+    example: Any = program.example_inputs
+    traced: Any = program.module(check_guards=False)  # the first stage checks its arguments
+    if policy is not None:
+        traced = policy(traced)
+        if not isinstance(traced, fx.GraphModule):
+            raise PartitionError(
+                f"split_policy must return the GraphModule with its marks, not {traced!r}"
+            )
+    stages = _find_stages(traced)
+    _require_own_memory(traced, stages)
+    prefix = "_train_" if model.training else "_eval_"
+    end, made = traced.graph.output_node(), list[Piece]()
+    for stage in range(stages[end] + 1):
+        builder = _Builder(model, traced, prefix)
         if stage == 0:
-            builder.take_arguments()
+            arguments = [node for node in stages if node.op == "placeholder"]
+            names = [node.name for node in arguments]
+            builder.take_arguments(arguments, Arguments(model.forward, example, names))
         else:
-            builder.take(crossing[stage - 1], aliases.changed(stage, crossing[stage - 1]))
-        is_past = False
-        for node in traced.graph.nodes:
-            if not is_past and stages.get(node, 0) > stage:
-                is_past = True  # buffers may be assigned later
-                builder.clone(aliases.of_changed_buffers(stage, crossing[stage]))
-            if node.op != "placeholder" and stages.get(node) == stage:
+            builder.take(_crossing(stages, stage - 1))
+        for node, place in stages.items():
+            if place == stage and node.op == "call_function":
                 builder.copy(node)
-        if stage < last:
-            builder.return_(crossing[stage])
-        builder.set_calling(first=stage == 0, last=stage == last)
-        made.append(builder.graph)
+        if stage < stages[end]:
+            builder.give(_crossing(stages, stage))
+        else:
+            tree: Any = program.call_spec.out_spec
+            builder.give_output(end, Output(tree))
+        made.append((builder.graph, builder.parts))
     return made
 
 
-def _crossing(stages: dict[fx.Node, int], last: int) -> list[list[fx.Node]]:
-    """The values that cross each boundary."""
-    until = {node: max((stages.get(user, 0) for user in node.users), default=0) for node in stages}
-    return [
-        [node for node, stage in stages.items() if stage <= boundary < until[node]]
-        for boundary in range(last)
-    ]
-
-
-def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
+def _find_stages(traced: fx.GraphModule) -> _Stages:
     """The stage of each value. Marks with nothing between them count once, and none at an end."""
-    stages: dict[fx.Node, int] = {}
+    for part in traced.modules():
+        nodes = part.graph.nodes if isinstance(part, fx.GraphModule) and part is not traced else ()
+        if any(map(is_mark, nodes)):
+            raise PartitionError(
+                "a split point is inside a region that cannot be cut (torch.no_grad(), "
+                "torch.autocast(), torch.cond() or another one); move the split point before or "
+                "after the region"
+            )
+    stages: _Stages = {}
     stage, busy, due = 0, False, False
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            stages[node] = 0
-        elif is_marker(node):
+    for node in traced.graph.nodes:
+        if is_mark(node):
             due = busy
+        elif node.op == "call_function" and _belongs_to_its_input(node):
+            taken = [stages[part] for part in node.all_input_nodes if part in stages]
+            stages[node] = max(taken, default=stage)
         elif node.op == "call_function":
-            if _belongs_to_its_input(node):
-                taken = [stages[part] for part in node.all_input_nodes if part in stages]
-                stages[node] = max(taken, default=stage)
-                continue
-            if due:
-                stage, due = stage + 1, False
-            busy = True
+            stage, busy, due = stage + due, True, False
             stages[node] = stage
-        elif node.op == "output":
+        elif node.op != "get_attr":
             stages[node] = stage
     return stages
 
@@ -101,138 +107,138 @@ def _belongs_to_its_input(node: fx.Node) -> bool:
     return node.target is operator.getitem or "_assert" in str(node.target)
 
 
-class _Aliases:
+def _crossing(stages: _Stages, boundary: int) -> list[fx.Node]:
+    """The values that go from a stage to the next one."""
+    return [
+        node
+        for node, stage in stages.items()
+        if stage <= boundary and any(stages[user] > boundary for user in node.users)
+    ]
+
+
+def _require_own_memory(traced: fx.GraphModule, stages: _Stages) -> None:
+    """Raise if a stage changes memory that another stage has: there, nobody would notice."""
+    memory = _Memory(traced)
+    for root, node in memory.written:
+        is_own = root.op == "get_attr"
+        used = {stages[user] for user in memory.users[root]} if is_own else {stages[root]}
+        name = root.target if is_own else root.name
+        for other in used - {stages[node]}:
+            raise PartitionError(
+                f"stage {stages[node]} changes {name!r} in place ({node.target}), "
+                f"which stage {other} uses too; use an operation that makes a new tensor, or move "
+                "the split point so that one stage does both"
+            )
+
+
+class _Memory:
     """Which values of a graph share memory, and which operations write to it."""
 
-    def __init__(self, stages: Mapping[fx.Node, int]) -> None:
-        self._root: dict[fx.Node, fx.Node] = {}
-        self._written: dict[int, dict[fx.Node, fx.Node]] = {}
-        for node, stage in stages.items():
-            self._root[node] = self._find_root(node)
-            for target in _aliased_nodes(node, written=True):
-                root = self._root.get(target, target)
-                self._written.setdefault(stage, {})[root] = node
-
-    def _find_root(self, node: fx.Node) -> fx.Node:
-        if node.target is operator.getitem:
-            # A part of a result: chunk() returns views of its argument, max() new tensors.
-            whole = node.all_input_nodes[0]
-            root = self._root.get(whole, whole)
-            return node if root is whole else root
-        viewed = next(_aliased_nodes(node, written=False), None)
-        return node if viewed is None else self._root.get(viewed, viewed)
-
-    def require_own_buffers(self, stages: Mapping[fx.Node, int]) -> None:
-        """Raise if a stage changes a parameter or buffer that another stage uses.
-
-        The other stage would not notice if it runs on another rank.
-        """
-        for stage, written in self._written.items():
-            for root, node in written.items():
-                users = sorted({stages[user] for user in root.users if user in stages} - {stage})
-                if root.op == "get_attr" and users:
-                    raise PartitionError(
-                        f"stage {stage} changes {str(root.target)!r} ({node.target}), which stage "
-                        f"{users[0]} uses too; move the split point so that one stage does both"
-                    )
-
-    def of_changed_buffers(self, stage: int, values: Sequence[fx.Node]) -> Iterable[fx.Node]:
-        """The sent values that are views of a buffer which the stage changes.
-
-        The stage must copy them: it changes the buffer again before the next stage reads them.
-        """
-        roots = {root for root in self._written.get(stage, {}) if root.op == "get_attr"}
-        return [node for node in values if self._root[node] in roots]
-
-    def changed(self, stage: int, values: Sequence[fx.Node]) -> Iterable[fx.Node]:
-        """The received values that a stage changes in place.
-
-        The stage must copy them: autograd refuses to change a leaf.
-        """
-        written = self._written.get(stage, {})
-        changed: dict[fx.Node, fx.Node] = {}
-        for node in values:
-            root = self._root[node]
-            if root not in written:
-                continue
-            if root in changed:
-                raise PartitionError(
-                    f"stage {stage} changes {node.name!r} in place ({written[root].target}), which "
-                    f"shares memory with {changed[root].name!r} from an earlier stage; memory "
-                    "cannot be shared across stages: use an operation that makes a new tensor, or "
-                    "move the split point"
-                )
-            changed[root] = node
-        return changed.values()
+    def __init__(self, traced: fx.GraphModule) -> None:
+        self.users: dict[fx.Node, list[fx.Node]] = {}
+        """By the value that was first in that memory."""
+        self.written: list[tuple[fx.Node, fx.Node]] = []
+        """Such values, and operations that write to them."""
+        self.returned: list[fx.Node] = []
+        """Such values whose memory the graph returns."""
+        roots: dict[fx.Node, list[fx.Node]] = {}
+        tensors: dict[int, fx.Node] = {}
+        for node in traced.graph.nodes:
+            viewed, written = _shared(traced, node)
+            roots[node] = [root for part in viewed for root in roots[part]] or [node]
+            if node.op == "get_attr":
+                roots[node] = [tensors.setdefault(id(_attribute(traced, node)), node)]
+            for part in node.all_input_nodes:
+                for root in roots[part]:
+                    self.users.setdefault(root, []).append(node)
+            self.written += [(root, node) for part in written for root in roots[part]]
+            if node.op == "output":
+                self.returned = [root for part in node.all_input_nodes for root in roots[part]]
 
 
-def _aliased_nodes(node: fx.Node, *, written: bool) -> Iterator[fx.Node]:
-    """The arguments that an operation writes to, or that its result may be a view of."""
-    for value in aliased(node.target, node.args, node.kwargs, written=written):
-        if isinstance(value, fx.Node):
-            yield value
+def _shared(traced: fx.GraphModule, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The inputs that the result of a node may be a view of, and those that the node changes."""
+    inputs = node.all_input_nodes
+    parts = [_attribute(traced, part) for part in inputs if part.op == "get_attr"]
+    regions = [_Memory(part) for part in parts if isinstance(part, fx.GraphModule)]
+    if regions:  # which of its inputs they are, is not looked into
+        written = any(root.op == "placeholder" for each in regions for root, _ in each.written)
+        viewed = any(root.op == "placeholder" for each in regions for root in each.returned)
+        return inputs if viewed else [], inputs if written else []
+    if node.target is operator.getitem:
+        return inputs, []
+    call = (node.target, node.args, node.kwargs)
+    viewed, written = (list(aliased(*call, written=only)) for only in (False, True))
+    return [part for part in viewed if part in inputs], [part for part in written if part in inputs]
+
+
+def _attribute(traced: fx.GraphModule, node: fx.Node) -> Any:
+    """What a node gets from the trace: a parameter, a buffer, a constant or a region."""
+    return attrgetter(str(node.target))(traced)
 
 
 class _Builder:
     """Makes the graph of one stage."""
 
-    def __init__(self, traced: fx.GraphModule, state: State) -> None:
-        self._traced = traced
-        self._state = state
-        self._values: dict[fx.Node, fx.Node] = {}
-        self._attributes: dict[str, fx.Node] = {}
+    def __init__(self, model: nn.Module, traced: fx.GraphModule, prefix: str) -> None:
+        own = (model.named_parameters, model.named_buffers)
+        self._own = {name: part for each in own for name, part in each(remove_duplicate=False)}
+        self._saved = set(model.state_dict(keep_vars=True))
+        self._traced, self._prefix = traced, prefix
+        self._values: dict[Any, fx.Node] = {}
         self.graph = fx.Graph()
+        self.parts: dict[str, tuple[Any, bool]] = {}
 
-    def take_arguments(self) -> None:
-        """Take the arguments of the whole module."""
-        for node in self._traced.graph.nodes:
-            if node.op == "placeholder":
-                self._values[node] = self.graph.node_copy(node)
-        add_checks(self.graph, list(self._values.values()))
+    def take_arguments(self, nodes: list[fx.Node], module: Arguments) -> None:
+        """Take the arguments of the model."""
+        given = (self.graph.placeholder("*args"), self.graph.placeholder("**kwargs"))
+        leaves = self._call("arguments", module, given)
+        for place, node in enumerate(nodes):
+            self._values[node] = self.graph.call_function(operator.getitem, (leaves, place))
 
-    def take(self, values: list[fx.Node], changed: Iterable[fx.Node]) -> None:
-        """Take what the stage before returns; copy what this stage changes in place."""
-        for node in values:
-            self._values[node] = self.graph.placeholder(node.name)
-            self._values[node].meta = dict(node.meta)
-        self.clone(changed)
-
-    def clone(self, values: Iterable[fx.Node]) -> None:
-        """Go on with copies of some values."""
-        clone = torch.ops.aten.clone.default
-        for node in values:
-            self._values[node] = self.graph.call_function(clone, (self._values[node],))
-            self._values[node].meta = dict(node.meta)
+    def take(self, nodes: list[fx.Node]) -> None:
+        """Take what the stage before gives; keywords of the model reach all stages of a rank."""
+        self._values = {node: self.graph.placeholder(f"given_{node.name}") for node in nodes}
+        self.graph.placeholder("**kwargs")
 
     def copy(self, node: fx.Node) -> None:
-        """Copy one operation, or the output of the whole module."""
-        self._values[node] = self.graph.node_copy(
-            node,
-            lambda part: (
-                self._attribute(part, node) if part.op == "get_attr" else self._values[part]
-            ),
-        )
+        """Copy one operation."""
+        self._values[node] = self.graph.node_copy(node, lambda part: self._value(part, node))
 
-    def return_(self, values: list[fx.Node]) -> None:
-        """Return what the next stage takes."""
-        given = tuple(self._values[node] for node in values)
+    def give(self, nodes: list[fx.Node]) -> None:
+        """Give the next stage what it takes."""
+        given = tuple(self._values[node] for node in nodes)
         self.graph.output(given[0] if len(given) == 1 else given)
 
-    def set_calling(self, *, first: bool, last: bool) -> None:
-        """Take and return containers where the whole module does."""
-        info = getattr(self._traced.graph._codegen, "pytree_info", None)
-        if info is None or not (first or last):
-            return
-        names, in_spec = info.orig_args, info.in_spec
-        if not first:
-            names = [node.name for node in self.graph.find_nodes(op="placeholder")]
-            in_spec = pytree.tree_structure((tuple(range(len(names))), {}))
-        out_spec = info.out_spec if last else None
-        self.graph.set_codegen(_CodeGen(_TreeInfo(names, in_spec, out_spec)))
+    def give_output(self, node: fx.Node, module: Output) -> None:
+        """Give what the model gives."""
+        leaves: Any = fx.map_arg(node.args[0], lambda part: self._value(part, node))
+        self.graph.output(self._call("output", module, tuple(leaves)))
 
-    def _attribute(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        name = self._state.name_for(self._traced, str(node.target), user)
-        if name not in self._attributes:
-            made = self._attributes[name] = self.graph.create_node("get_attr", name)
-            made.meta = dict(node.meta)
-        return self._attributes[name]
+    def _call(self, name: str, module: nn.Module, given: tuple[Any, ...]) -> fx.Node:
+        self.parts[self._prefix + name] = module, False
+        return self.graph.call_module(self._prefix + name, given)
+
+    def _value(self, part: fx.Node, user: fx.Node) -> fx.Node:
+        if part.op != "get_attr":
+            return self._values[part]
+        name = str(part.target)
+        if name in self._own:
+            name = self._name_for(name, user)
+            found = self._own[name], name in self._saved
+        else:  # a constant of the trace
+            name, found = self._prefix + name, (_attribute(self._traced, part), False)
+        if name not in self.parts:
+            self.parts[name] = found
+            self._values[name] = self.graph.create_node("get_attr", name)
+        return self._values[name]
+
+    def _name_for(self, name: str, user: fx.Node) -> str:
+        """The name of a parameter or buffer in the model; a tied weight has several."""
+        names = [known for known, part in self._own.items() if part is self._own[name]]
+        for path, _ in reversed((user.meta.get("nn_module_stack") or {}).values()):
+            path = str(path).partition("@")[0]  # name@1 is the second call
+            inside = [known for known in names if known.rpartition(".")[0] == path]
+            if inside:
+                return name if name in inside else inside[0]
+        return name

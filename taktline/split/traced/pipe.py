@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +14,12 @@ from torch import fx, nn
 from taktline.checks import known_keywords, require_callable, require_instance
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
-from taktline.split.arguments import Args, Call, Kwargs
+from taktline.split.arguments import Args, Kwargs
 from taktline.split.on_meta import materialise
 from taktline.split.stages import Pieces, require_stage
-from taktline.split.traced.cut import cut
-from taktline.split.traced.markers import SplitPoint, is_marker
-from taktline.split.traced.stage_module import StageModule, attributes_of
-from taktline.split.traced.state import State
-from taktline.split.traced.trace import in_mode, trace
+from taktline.split.traced.cut import Piece, cut
+from taktline.split.traced.stage_module import StageModule
+from taktline.split.traced.trace import SplitPoint, in_mode, trace
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.ties import declared
 from taktline.text import counted
@@ -171,86 +168,43 @@ def pipeline(
         raise PartitionError(
             "split_spec and split_policy both say where to cut; pass only one of them"
         )
-    state, training = State(module), module.training
-    traced = trace(module, mb_args, mb_kwargs, split_spec or {}, split_policy)
-    if split_spec is None and split_policy is None and not any(map(is_marker, traced.graph.nodes)):
+    spec, training, why_not = split_spec or {}, module.training, ""
+    pieces = {training: cut(module, trace(module, mb_args, mb_kwargs, spec), split_policy)}
+    try:
+        with in_mode(module, training=not training):
+            program = trace(module, mb_args, mb_kwargs, spec)
+            pieces[not training] = cut(module, program, split_policy)
+    except PartitionError as error:
+        why_not = str(error)
+    pipe = joined(pieces, (mb_args, mb_kwargs or {}), why_not)
+    if pipe.num_stages == 1 and split_spec is None and split_policy is None:
         raise PartitionError(
             "no split point: pass split_spec or split_policy, or call pipe_split() in the forward; "
             "split_spec={} makes a pipeline of one stage"
         )
-    stages = {training: cut(traced, state)}
-    try:
-        with in_mode(module, training=not training):
-            traced_too = trace(module, mb_args, mb_kwargs, split_spec or {}, split_policy)
-        other = cut(traced_too, state)
-        why_not = _difference(stages[training], other, state)
-        if not why_not:
-            stages[not training] = other
-    except PartitionError as error:
-        why_not = str(error)
-    return assembled(stages, traced, state, training, why_not)
+    return pipe
 
 
-def assembled(
-    stages: dict[bool, list[fx.Graph]],
-    traced: fx.GraphModule,
-    state: State,
-    training: bool,
-    why_not: str,
-) -> Pipe:
-    """A pipe of the stages of each mode; ``why_not`` says why one mode is missing."""
-    modules = [
-        StageModule({mode: stages[mode][stage] for mode in stages}, training, state, why_not)
-        for stage in range(len(stages[training]))
-    ]
-    hook = partial(_without_keywords, frozenset(_argument_names(traced)))
-    for module in modules[1:]:
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-    Pieces(modules)  # declares the ties
-    return Pipe(_joined(modules, traced, training), len(modules), False, None)
-
-
-def _without_keywords(names: frozenset[str], module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
-    """The arguments of a later stage: keywords of the model reach all stages of a rank."""
-    return args, {name: value for name, value in kwargs.items() if name not in names}
-
-
-def _difference(stages: list[fx.Graph], other: list[fx.Graph], state: State) -> str:
-    """Why the stages of two modes do not fit together."""
-    if len(stages) != len(other):
-        return f"it has {len(other)} stages there, and {len(stages)} here"
-    for stage, (one, two) in enumerate(zip(stages, other, strict=True)):
-        names = sorted(state.parameters(attributes_of(one) ^ attributes_of(two)))
-        if names:
-            return f"stage {stage} uses {', '.join(names)} in one mode only"
-    return ""
-
-
-def _joined(modules: list[StageModule], traced: fx.GraphModule, training: bool) -> fx.GraphModule:
-    """A module of all stages, whose graph calls one after the other."""
-    root = nn.Module()
-    graph = fx.Graph()
-    values: tuple[fx.Node, ...] = tuple(graph.placeholder(name) for name in _argument_names(traced))
-    output: Any = None
-    for stage, module in enumerate(modules):
+def joined(pieces: dict[bool, list[Piece]], example: Any, why_not: str) -> Pipe:
+    """A pipe of pieces by mode, the present one first; ``why_not`` says why there is one only."""
+    mode, *others = pieces
+    for other in others:
+        if (found := len(pieces[other])) != len(pieces[mode]):
+            why_not = f"it has {found} stages there, and {len(pieces[mode])} here"
+            del pieces[other]
+    root, graph = nn.Module(), fx.Graph()
+    root.training = mode
+    values = [graph.placeholder(f"arg{place}") for place in range(len(example[0]))]
+    named: dict[str, Any] = {name: graph.placeholder(name) for name in example[1]}
+    for stage, several in enumerate(zip(*pieces.values(), strict=True)):
+        graphs = {mode: made for mode, (made, _) in zip(pieces, several, strict=True)}
+        parts = {name: part for _, each in several for name, part in each.items()}
         name = f"submod_pp_{stage}"
-        root.add_module(name, module)
-        output = graph.call_module(name, values)
-        given = module.graph.output_node().args[0]
-        if stage < len(modules) - 1 and isinstance(given, tuple):
-            values = tuple(
-                graph.call_function(operator.getitem, (output, place))
-                for place in range(len(given))
-            )
-        else:
-            values = (output,)
-    graph.output(output)
-    root.training = training
-    return fx.GraphModule(root, graph)
-
-
-def _argument_names(traced: fx.GraphModule) -> list[str]:
-    info = getattr(traced.graph._codegen, "pytree_info", None)
-    if info is not None:
-        return list(info.orig_args)
-    return [str(node.target) for node in traced.graph.nodes if node.op == "placeholder"]
+        root.add_module(name, StageModule(graphs, parts, mode, why_not))
+        values, named = [graph.call_module(name, tuple(values), named)], {}
+        if isinstance(given := graphs[mode].output_node().args[0], tuple):
+            places = range(len(given))
+            values = [graph.call_function(operator.getitem, (*values, place)) for place in places]
+    graph.output(values[0])  # the last stage gives one value, with all containers
+    Pieces(root.children())  # declares the ties
+    return Pipe(fx.GraphModule(root, graph), len(pieces[mode]), False, None)

@@ -1,171 +1,144 @@
-"""Traces a module as one flat graph, with marks where it is cut."""
+"""Traces a model by torch.export, with marks where it is cut."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import wraps
-from typing import Any
-from unittest.mock import patch
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 from torch.fx.node import has_side_effect
 
-from taktline.errors import PartitionError
-from taktline.side_values import Aside, add_loss
-from taktline.split.arguments import Args, Kwargs, tensors_in
-from taktline.split.traced.markers import SplitPoint, marked, require_outside, tracing
-from taktline.split.traced.shapes import batch_dims
+from taktline.errors import PartitionError, TaktlineError
+from taktline.side_values import Aside
+from taktline.split.arguments import Args, Kwargs
+from taktline.text import did_you_mean
 
-_log = logging.getLogger("taktline")
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
-Policy = Callable[[fx.GraphModule], fx.GraphModule]
+_library = torch.library.Library("taktline", "DEF")
+_library.define("pipe_split() -> ()")
+# It has no tensor for the dispatcher.
+_library.impl("pipe_split", lambda: None, "BackendSelect")
+has_side_effect(torch.ops.taktline.pipe_split.default)  # so that no pass removes it as dead code
 
-# A loss leaves a mark in the graph, and the stage that computes the loss adds it.
-_library = torch.library.Library("taktline", "FRAGMENT")
-_library.define("add_loss(Tensor loss) -> ()")
-_library.impl("add_loss", lambda loss: None, "CompositeExplicitAutograd")
-_LOSS = torch.ops.taktline.add_loss.default
-has_side_effect(_LOSS)
+
+class SplitPoint(Enum):
+    """Whether a model is cut before or after a submodule.
+
+    >>> import taktline as tl
+    >>> tl.SplitPoint.BEGINNING
+    <SplitPoint.BEGINNING: 1>
+    """
+
+    BEGINNING = 1
+    END = 2
+
+
+def pipe_split():
+    """Begin a new stage here, inside a forward; does nothing unless torch.export traces it.
+
+    >>> import taktline as tl
+    >>> class Model(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+    ...
+    ...     def forward(self, x):
+    ...         x = self.first(x)
+    ...         tl.pipe_split()
+    ...         return self.second(x)
+    >>> tl.pipeline(Model(), (torch.zeros(2, 4),)).num_stages
+    2
+    """
+    if torch.compiler.is_exporting():
+        torch.ops.taktline.pipe_split()
+
+
+def is_mark(node: fx.Node) -> bool:
+    """Whether a node is where a stage ends and the next one begins; torch's own marks are, too."""
+    name = getattr(node.target, "__name__", "")
+    return name.removesuffix(".default") in ("pipe_split", "_pipe_split")
 
 
 def trace(
-    module: nn.Module,
-    args: Args,
-    kwargs: Kwargs | None,
-    spec: Mapping[str, SplitPoint],
-    policy: Policy | None,
-) -> fx.GraphModule:
-    """The module's graph in its present mode; the module stays unchanged."""
+    module: nn.Module, args: Args, kwargs: Kwargs | None, spec: Mapping[str, SplitPoint]
+) -> ExportedProgram:
+    """The operations of the module in its present mode; the module stays unchanged."""
+    from torch.export import export  # here, because it loads the compiler
+
     if not isinstance(args, tuple):
         raise PartitionError(f"mb_args must be a tuple of arguments, not {type(args).__name__}")
-    with _requiring_own_assignments(module), marked(module, spec), tracing():
-        program = _export(module, args, kwargs)
-    # Guards would refuse micro-batches of other sizes even if the graph fits them.
-    traced: Any = program.module(check_guards=False)
-    require_outside(traced)
-    traced = _with_losses(traced)
-    if policy is not None:
-        traced = policy(traced)
-        if not isinstance(traced, fx.GraphModule):
-            raise PartitionError(
-                f"split_policy must return the GraphModule with its marks, not {traced!r}"
-            )
-    return traced
-
-
-@contextmanager
-def _requiring_own_assignments(module: nn.Module) -> Iterator[None]:
-    """Raise if the forward assigns buffers of submodules: torch.export drops that silently."""
-    assigned: set[str] = set()
-    forward = module.forward
-
-    @wraps(forward)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        before = dict(module.named_buffers())
-        output = forward(*args, **kwargs)
-        after = dict(module.named_buffers())
-        assigned.update(name for name in before if after.get(name) is not before[name])
-        return output
-
-    with patch.object(module, "forward", watched):
-        yield
-    dropped = sorted(name for name in assigned if "." in name)
-    if dropped:
-        raise PartitionError(
-            f"the forward assigns {dropped[0]!r}, a buffer of a submodule, which torch.export does "
-            "not trace; change it in place, with copy_()"
-        )
-
-
-class _TracedAside(Aside):
-    """Records the losses of a forward that is traced."""
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Leave a mark in the graph."""
-        _LOSS(loss)
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Record the losses of a forward; raise if a skip is never taken."""
-    with _TracedAside(0, {}) as aside:
-        yield
-    aside.finish()
-
-
-def _with_losses(traced: fx.GraphModule) -> fx.GraphModule:
-    """The graph, with calls of ``add_loss`` instead of marks."""
-    for part in traced.modules():
-        if isinstance(part, fx.GraphModule):
-            marks = [node for node in part.graph.nodes if node.target is _LOSS]
-            for node in marks:
-                node.target = add_loss
-            if marks:
-                part.recompile()
-    return traced
-
-
-def _export(module: nn.Module, args: Args, kwargs: Kwargs | None) -> torch.export.ExportedProgram:
-    """Export a module for any size of the batch, or else for that of the example."""
-    # Here, because it loads the compiler.
-    from torch.export import export
-
-    try:
-        with _recording():
-            shapes = _any_batch(module, args, kwargs)
-            program = export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
-            if not _has_guards(program):
-                return program
-    except Exception as error:
-        # torch.export raises errors of any type if it cannot trace a size. An error of the model
-        # itself is raised again below.
-        _log.info("traced for one size of batch: %s: %s", type(error).__name__, error)
-    with _recording():
+    with _marked(module, spec), Aside(0, {}) as aside:
         try:
-            return export(module, args, kwargs, strict=False)
-        except Exception as error:
+            program = export(module, args, kwargs, strict=False)
+        except TaktlineError:
+            raise
+        except Exception as error:  # of any type
             reason = str(error).strip() or type(error).__name__
             caches = getattr(getattr(module, "config", None), "use_cache", False)
             raise PartitionError(
                 f"{reason}\n\ntorch.export cannot export {type(module).__name__} (see above). "
                 f"{'Set model.config.use_cache = False. ' if caches else ''}Change what it "
-                "refuses, or cut the model with taktline.split.by_names, which does not trace it, "
-                "or by hand"
+                "refuses, or cut the model with taktline.split.by_names, which does not export "
+                "it, or by hand"
             ) from error
+    aside.finish()  # a skip is an edge of the trace
+    if aside.losses or aside.observed:
+        raise PartitionError(
+            f"the forward has {'add_loss()' if aside.losses else 'DeferredBatchNorm'}, which a "
+            "trace does not keep; cut the model with taktline.split.by_names, or by hand"
+        )
+    return program
 
 
-def _any_batch(module: nn.Module, args: Args, kwargs: Kwargs | None) -> Any:
-    """Dynamic shapes for torch.export: the first dimension of tensors is that of one batch."""
-    from torch.export import Dim, ShapesCollection
+@contextmanager
+def _marked(module: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
+    """Let calls of submodules leave marks; at the end the module is as before."""
+    names = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+    called: set[str] = set()
+    before, after = dict[str, Any](), dict[str, Any]()
+    with ExitStack() as hooks:
+        first = module.register_forward_pre_hook(lambda *_: before.update(module.named_buffers()))
+        last = module.register_forward_hook(lambda *_: after.update(module.named_buffers()))
+        hooks.callback(first.remove)
+        hooks.callback(last.remove)
+        for name, point in spec.items():
+            if name not in names:
+                raise PartitionError(
+                    f"split_spec names {name!r}, but {type(module).__name__} has no such "
+                    f"submodule; {did_you_mean(name, names)}"
+                )
+            if getattr(point, "name", "") not in SplitPoint.__members__:  # torch's own will do
+                raise PartitionError(
+                    f"split_spec[{name!r}] must be SplitPoint.BEGINNING or SplitPoint.END, "
+                    f"not {point!r}"
+                )
 
-    tensors = tensors_in((args, kwargs))
-    sizes = [tensor.shape[0] for tensor in tensors if tensor.ndim]
-    batch, shapes = Dim("batch"), ShapesCollection()
-    for tensor in tensors:
-        if tensor.ndim and tensor.shape[0] == sizes[0]:
-            shapes[tensor] = {0: batch}
-    return shapes.dynamic_shapes(module, args, kwargs)
+            def mark(*_: Any, name: str = name) -> None:
+                called.add(name)
+                pipe_split()
 
-
-def _has_guards(program: torch.export.ExportedProgram) -> bool:
-    """Whether the trace is valid for some sizes alone, as a branch depends on them."""
-    from sympy import true
-
-    tensors = (node.meta.get("val") for node in program.graph.nodes)
-    sizes: list[Any] = [
-        tensor.shape[dim]
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor)
-        for dim in batch_dims(tensor)
-    ]
-    guards = [guard.expr for guard in sizes[0].node.shape_env.guards] if sizes else []
-    symbols = sorted(set().union(*(guard.free_symbols for guard in guards)), key=str)
-    # All symbols are the one batch, so guards that they are equal always hold.
-    one = dict.fromkeys(symbols, next(iter(symbols), None))
-    return any(guard.subs(one) is not true for guard in guards)
+            part = module.get_submodule(name)
+            begins = point.name == SplitPoint.BEGINNING.name
+            hook = (part.register_forward_pre_hook if begins else part.register_forward_hook)(mark)
+            hooks.callback(hook.remove)
+        yield
+    if missing := [name for name in spec if name not in called]:
+        raise PartitionError(
+            f"the forward does not call {', '.join(map(repr, missing))}, so there is nothing to "
+            "split at; name submodules in split_spec that the forward calls, or call pipe_split() "
+            "in the forward"
+        )
+    for name, buffer in before.items():
+        if "." in name and after[name] is not buffer:
+            raise PartitionError(
+                f"the forward assigns {name!r}, a buffer of a submodule, which torch.export does "
+                "not trace; change it in place, with copy_()"
+            )
 
 
 @contextmanager
@@ -177,7 +150,5 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
             module.train(training)
         yield
     finally:
-        for module in modules:
-            module.train(before[module])  # a traced stage changes its graph there
         for part, mode in before.items():
             part.training = mode
