@@ -110,7 +110,9 @@ class EmptyModel:
         named = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
         pairs = {name: (own[name].dtype, t.dtype) for name, t in named.items() if name in own}
         types = {before: after for before, after in pairs.values() if before is not after}
-        for name, (before, after) in pairs.items():
+        # In FSDP, parameters have other types in each call, and nothing else has.
+        is_sharded = any(hasattr(part, "unshard") for part in stage.modules())
+        for name, (before, after) in pairs.items() if not is_sharded else ():
             if before is after and after in types and name not in self.parameters:
                 raise PartitionError(
                     f"the type of the model has changed since it was cut, from {before}, but not "
@@ -119,7 +121,7 @@ class EmptyModel:
                 )
 
         def retyped(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype not in types:
+            if tensor.dtype not in types or (is_sharded and not isinstance(tensor, nn.Parameter)):
                 return tensor
             return _like(tensor.detach().to(types[tensor.dtype]), tensor)
 
