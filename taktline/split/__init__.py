@@ -6,7 +6,7 @@
 Pieces(2 stages: 20, 10 parameters)
 """
 
-from taktline.split.balanced.auto import auto
+from taktline.split.auto import auto
 from taktline.split.by_names import by_names
 from taktline.split.on_meta import deferred, materialise
 from taktline.split.stages import Pieces, by_hand

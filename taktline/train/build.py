@@ -18,9 +18,9 @@ from taktline.plan import Plan
 from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
-from taktline.split.balanced.times import Measure
 from taktline.split.by_names import without_compiler
 from taktline.split.recorded_stage import has_dynamic_shapes
+from taktline.split.times import Measure
 from taktline.stage import PipelineStage, compile_stages
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared

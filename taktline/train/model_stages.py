@@ -15,9 +15,9 @@ from taktline.device import keep_generators
 from taktline.errors import PartitionError, TaktlineError, text_of
 from taktline.plan import Plan
 from taktline.split import Pipe
-from taktline.split.balanced.auto import divide
-from taktline.split.balanced.times import Measure
+from taktline.split.auto import divide
 from taktline.split.by_names import as_call
+from taktline.split.times import Measure
 from taktline.text import counted
 from taktline.train.measure import with_copied_buffers
 from taktline.train.own_example import own_example

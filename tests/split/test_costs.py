@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from taktline.errors import PartitionError
 from taktline.split import auto, deferred
-from taktline.split.balanced.times import measure_times
 from taktline.split.operations import OperationCounter
+from taktline.split.times import measure_times
 from tests.split.test_auto import sizes
 
 ENDS = torch.tensor([8, 16, 24], dtype=torch.int32)

@@ -14,8 +14,8 @@ from unittest import mock
 
 import numpy as np
 
-from taktline.split.balanced import times
-from taktline.split.balanced.layers import record_layers
+from taktline.split import times
+from taktline.split.auto import record_layers
 from taktline.split.by_names import as_call
 from tests.zoo.architecture import Architecture
 

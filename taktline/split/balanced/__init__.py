@@ -1,1 +1,0 @@
-"""Cuts into stages of equal costs."""
