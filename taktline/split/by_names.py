@@ -181,7 +181,7 @@ def _homes_by_use(cut: CutModel, known: Known) -> dict[str, frozenset[int]]:
         for name in (*plan.units, *plan.states(record, is_last=stage == len(plans) - 1)):
             used[name].add(stage)
     stage = 0
-    for name in cut.empty.units:
+    for name in cut.empty.modules:
         # A unit that is never called has a state, too: it goes with the one before it.
         stage = min(used.setdefault(name, {stage}))
     written = {memory for step in record.steps for memory in step.writes}
@@ -190,7 +190,7 @@ def _homes_by_use(cut: CutModel, known: Known) -> dict[str, frozenset[int]]:
             used.setdefault(name, {0})
         else:
             used[name] = set(range(cut.stages))
-    return {name: frozenset(used[name]) for name in (*cut.empty.units, *cut.empty.own, *used)}
+    return {name: frozenset(used[name]) for name in (*cut.empty.modules, *cut.empty.own, *used)}
 
 
 def _homes_by_definition(cut: CutModel) -> dict[str, frozenset[int]]:
@@ -202,7 +202,7 @@ def _homes_by_definition(cut: CutModel) -> dict[str, frozenset[int]]:
                 "arguments of the model, to see what is between them"
             )
     homes, waiting = dict[str, frozenset[int]](), [start.unit for start in cut.cuts]
-    for name in cut.empty.units:
+    for name in cut.empty.modules:
         if name in waiting[1:]:
             raise PartitionError(
                 f"{name!r} is defined before {waiting[0]!r}; list the cuts in the order of their "

@@ -52,8 +52,8 @@ class EmptyModel:
     def __init__(self, model: nn.Module, cuts: Sequence[Cut]) -> None:
         _require_own_hooks(model)
         self.kind = type(model)
-        self.units = _units_of(model, cuts)
-        inside = {id(part) for name in self.units for part in model.get_submodule(name).modules()}
+        units = _units_of(model, cuts)
+        inside = {id(part) for name in units for part in model.get_submodule(name).modules()}
         memo: dict[int, Any] = {}
         for module in model.modules():
             inner = unwrapped(module)
@@ -67,15 +67,15 @@ class EmptyModel:
                 made.__dict__ = {k: _copied(v, memo) for k, v in vars(module).items()}
                 made.__dict__["_compiled_call_impl"] = None
         self.model: nn.Module = memo[id(model)]
-        self.modules = {name: self.model.get_submodule(name) for name in self.units}
+        self.modules = {name: self.model.get_submodule(name) for name in units}
         if "use_cache" not in signature(self.kind.forward).parameters:
             for part in self.model.modules():
                 disable_cache(part)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         self.parameters = frozenset(parameters)
-        units = tuple(f"{name}." for name in self.units)
-        self.own = [name for name in (*parameters, *buffers) if not name.startswith(units)]
+        insides = tuple(f"{name}." for name in units)
+        self.own = [name for name in (*parameters, *buffers) if not name.startswith(insides)]
         """The parameters and buffers that are in no unit."""
         self.retyped = 0
         """How often the types of tensors have changed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from torch.utils.flop_counter import flop_registry
 
 from taktline.private import private
@@ -27,6 +26,7 @@ _Mode = private("torch.utils._python_dispatch.TorchDispatchMode", "counting oper
 class OperationCounter(_Mode):
     """Counts the operations that run inside of it.
 
+    >>> import torch
     >>> with OperationCounter() as counter:
     ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
     >>> counter.flops, counter.numbers, counter.calls
@@ -52,7 +52,10 @@ class OperationCounter(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if tensors_in(result) and not _returns_view(func):  # it computes, and does not only ask
+        schema = getattr(func, "_schema", None)
+        made = [] if schema is None else [each.alias_info for each in schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in made)
+        if tensors_in(result) and not is_view:  # it computes, and does not only ask
             self.calls += 1
             self.flops += _flops(func, args, kwargs, result)
             written = _size(result)
@@ -67,9 +70,12 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result)
     name = getattr(packet, "__name__", "")
-    if name in _RECURRENT:
-        return _recurrent_flops(*args)
     given = tensors_in((args, kwargs))
+    if name in _RECURRENT:
+        # Each vector of the input, or of the state, is multiplied with every matrix of weights.
+        vectors = given[0].numel() // given[0].shape[-1]
+        matrices = [weight for weight in tensors_in(args[1:3]) if weight.ndim == 2]
+        return sum(2 * vectors * weight.numel() for weight in matrices)
     if "dot_product" in name and len(given) > 2:
         query, key, value = given[:3]
         pairs = query.numel() // query.shape[-1] * key.shape[-2]
@@ -84,19 +90,3 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 def _size(tree: Any) -> int:
     return sum(tensor.numel() for tensor in tensors_in(tree))
-
-
-def _recurrent_flops(inputs: torch.Tensor, *others: Any) -> int:
-    """Each vector of the input, or of the state, is multiplied with every matrix of weights."""
-    vectors = inputs.numel() // inputs.shape[-1]
-    matrices = [weight for weight in tensors_in(others[:2]) if weight.ndim == 2]
-    return sum(2 * vectors * weight.numel() for weight in matrices)
-
-
-def _returns_view(func: Any) -> bool:
-    """Whether an operation returns a part of its argument, and computes nothing."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return False
-    made = [each.alias_info for each in schema.returns]
-    return any(alias is not None and not alias.is_write for alias in made)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
@@ -42,14 +41,12 @@ def measure_times(
     here = next((tensor.device for tensor in tensors), torch.device("cpu"))
     device = device or (torch.device("cpu") if here.type == "meta" else here)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda part: part.to(here), call)
-    calls: Counter[str] = Counter()
     times: dict[Cut, float] = {}
     aside = Aside(0, {})
 
     def run(name: str, *args: Any, **kwargs: Any) -> Any:
         took, output = _time(whole.get_submodule(name), (args, kwargs), device, aside)
-        times[Cut(name, calls[name])] = took
-        calls[name] += 1
+        times[Cut(name, sum(cut.unit == name for cut in times))] = took
         return pytree.tree_map_only(torch.Tensor, lambda part: part.detach().to(here), output)
 
     try:
