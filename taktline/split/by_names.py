@@ -69,7 +69,15 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
 def example_call(model: nn.Module, call: Call) -> Call:
     """The arguments with which the forward of a model is recorded."""
     args, kwargs = call
-    return args, without_cache(_arguments_of(model)[len(args) :], kwargs)
+    found = without_cache(_arguments_of(model)[len(args) :], kwargs)
+    config = getattr(model, "config", None)
+    if found is not kwargs and getattr(config, "is_encoder_decoder", False):
+        _log.warning(
+            "%s runs with use_cache=False, as its stages have no cache of all layers; a few models "
+            "make other masks then: compare with model(…, use_cache=False)",
+            type(model).__name__,
+        )
+    return args, found
 
 
 def _arguments_of(model: nn.Module) -> tuple[str, ...]:
