@@ -160,6 +160,13 @@ def as_call(model: nn.Module, example: Any) -> Call:
                 "pass its values() and offsets()"
             )
     call = args, without_cache(_arguments_of(model)[len(args) :], kwargs)
+    config = getattr(model, "config", None)
+    if call[1] is not kwargs and getattr(config, "is_encoder_decoder", False):
+        _log.warning(
+            "%s runs with use_cache=False, as its stages have no cache of all layers; a few models "
+            "make other masks then: compare with model(…, use_cache=False)",
+            type(model).__name__,
+        )
     tensors = (*model.parameters(), *model.buffers())
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if device is None:

@@ -73,6 +73,7 @@ def _functions(recorder: Any) -> Iterator[None]:
             run, preserves, *rest = args
             with recorder.region(bool(preserves)):
                 return run(*rest)
+        recorder.require_no_modules((args, kwargs))
         return recorder.function(original, args, kwargs)
 
     function.apply = classmethod(apply)

@@ -120,6 +120,17 @@ class Recorder(TorchFunctionMode):
         except TypeError as error:
             raise PartitionError(f"{line_of_user()}: {error}") from None
 
+    def require_no_modules(self, nested: Any) -> None:
+        """Raise if a module is among arguments: that of the recorded copy has no data."""
+        for _, leaf in walk(nested):
+            owner = getattr(leaf, "__self__", leaf)
+            if isinstance(owner, nn.Module) and next(iter(owner.state_dict()), None) is not None:
+                raise PartitionError(
+                    f"{line_of_user()} passes on a submodule ({type(owner).__name__}), which the "
+                    "stage of that call may not have; pass its parameters, or move the call into a "
+                    "submodule that one stage runs as a whole"
+                )
+
     def _left_by_unit(self, tensor: torch.Tensor) -> Value:
         """The value of a tensor that a unit has left elsewhere than in its output."""
         found = self.inner_outputs.get(id(tensor))
@@ -189,7 +200,13 @@ class Recorder(TorchFunctionMode):
             self.generators[id(own)] = (own, own.get_state())
         before = self._random_state() if self.fakes.have_data(given) else None
         with self.fakes.noting_writes(given) as writes:
-            output = self._run(func, name, args, kwargs, given)
+            try:
+                output = self._run(func, name, args, kwargs, given)
+            except NeedsData as error:
+                read = self._with_numbers((args, kwargs))
+                if read is None:
+                    raise self._needs_data(func, name) from error
+                return self._function(func, *read)
         tensors = [tensor for _, tensor in tensors_with_paths(output)]
         if not (tensors or writes or name in EFFECTS):
             if given:
@@ -219,10 +236,26 @@ class Recorder(TorchFunctionMode):
             self._note_sized([tensor for _, tensor in tensors_with_paths(output)])
             return output
         except Exception as error:
-            sized = any(id(tensor) in self.sized for tensor in given)
-            if sized or isinstance(error, NeedsData):
+            if any(id(tensor) in self.sized for tensor in given):
                 raise self._needs_data(func, name) from error
             raise
+
+    def _with_numbers(self, nested: Any) -> Any:
+        """Arguments with numbers in the places of whole numbers that are tensors with data.
+
+        The forward has read them then, such as sizes for ``interpolate``. None if there are none.
+        """
+        found: list[int] = []
+
+        def number(tensor: torch.Tensor) -> Any:
+            if tensor.ndim or tensor.is_floating_point() or not self.fakes.have_data([tensor]):
+                return tensor
+            found.append(int(tensor))
+            self._note_read(int, "int", ((self.reference(tensor),), {}), found[-1], [tensor])
+            return found[-1]
+
+        read = built(mapped(nested, number))
+        return read if found else None
 
     def _note_sized(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note tensors whose sizes depend on data, which the forward must not read."""
@@ -309,6 +342,7 @@ class Recorder(TorchFunctionMode):
 
     def _unit(self, module: nn.Module, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         name = self.unit_names[id(module)]
+        self.require_no_modules((args, kwargs))
         template = self.template((args, kwargs))
         step, count = self.add_step(Kind.UNIT, name, *template), len(self.values)
         step.call = self.calls[name]

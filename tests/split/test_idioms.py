@@ -772,3 +772,47 @@ def test_an_error_is_the_users_own() -> None:
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         tl.split.by_names(Net(body), ["blocks.1"], example=(X,))
+
+
+class Takes(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, input: Tensor, other: Any = None) -> Tensor:
+        return super().forward(input) @ other.weight
+
+
+class Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda self, x: self.blocks[2](self.blocks[1](self.embed(x), self.head), self.head),
+        lambda self, x: self.head(Through.apply(self.blocks[1](x, self.embed), self.blocks[2])),
+    ],
+)
+def test_submodules_among_arguments(body: Body) -> None:
+    def make() -> nn.Module:
+        return Net(body, Takes)
+
+    refused(make, HERE + r" passes on a submodule \(\w+\), which the stage of that call", X)
+
+
+def test_sizes_that_are_tensors() -> None:
+    def body(self: Any, x: Tensor, size: Tensor) -> Tensor:
+        image = (self.embed.weight * self.scale)[None, None]
+        grown = F.interpolate(image, size=(size[0], size[1]))
+        return self.blocks[2](self.blocks[1](x)) * grown.sum()
+
+    model, plain = Net(body), Net(body)
+    pieces = tl.split.by_names(model, ["blocks.2"], example=(X, torch.tensor([6, 8])))
+    for size in ([6, 8], [3, 5], [6, 8]):
+        assert torch.equal(pieces(X, torch.tensor(size)), plain(X, torch.tensor(size)))
