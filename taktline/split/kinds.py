@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from taktline import pytree
 from taktline.split.nested import is_object
 
-Found = TypeVar("Found")
-
 _CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
-_SIZE = 64
-"""More entries than a program has buckets of sequence lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +52,3 @@ def key_of(value: Any, tensors: list[Any]) -> Any:
     if spec.is_leaf():
         return value  # compared by its own equality
     return (spec, *[key_of(leaf, tensors) for leaf in leaves])
-
-
-class Latest(dict[Hashable, Found]):
-    """A dict that drops the entries which were made first.
-
-    >>> squares = Latest()
-    >>> for number in range(100):
-    ...     squares.keep(number, number * number)
-    >>> len(squares), next(iter(squares))
-    (64, 36)
-    """
-
-    def keep(self, key: Hashable, value: Found) -> None:
-        """Put a value last."""
-        self[key] = value
-        if len(self) > _SIZE:
-            del self[next(iter(self))]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import taktline as tl
 from taktline import skip
-from taktline.split import kinds
+from taktline.split import recorded_stage
 from taktline.stage import ties
 from tests.split.models import ResNet, ViT
 from tests.split.training import gradients, require_same
@@ -269,10 +269,10 @@ def test_a_piece_can_be_copied() -> None:
 
 
 def test_lengths_that_keep_changing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "_SIZE", 8)
+    monkeypatch.setattr(recorded_stage, "KINDS", 8)
     model = Filled()
     pieces = tl.split.by_names(model, ["layers.1", "layers.3"], example=(torch.ones(1, 4),))
     for length in (*range(1, 20), 1):
         x = torch.ones(length, 4)
         assert torch.equal(pieces(x), model(x))
-    assert {len(vars(piece)["_runner"]._programs) for piece in pieces} == {8}
+    assert {vars(piece)["_runner"].programs.cache_info().currsize for piece in pieces} == {8}
