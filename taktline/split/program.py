@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from taktline.errors import PartitionError
+from taktline.split.arguments import Call
 from taktline.split.cut import StagePlan
 from taktline.split.kinds import Absent
 from taktline.split.nested import Node, Object, Path, at_path, parts_in, walk
@@ -27,28 +28,17 @@ class Differs(Exception):
 
 
 class OtherTypes(Exception):
-    """A unit returns another type than in the record, as one in FSDP does."""
-
-    def __init__(self, recorded: torch.dtype, found: torch.dtype) -> None:
-        super().__init__(recorded, found)
-        self.recorded, self.found = recorded, found
+    """A unit returns another type than in the record, as one in FSDP does: both types."""
 
 
 class Values(dict[Any, Any]):
-    """The values of a call; also knows the parameters and buffers of the stage.
+    """The values of a call; also knows the parameters and buffers of the stage."""
 
-    Args:
-        program: what is called.
-        stage: the module of the stage.
-        found: the first values.
-    """
-
-    def __init__(self, program: Program, stage: nn.Module, found: Any) -> None:
-        super().__init__(found)
-        self.program, self.stage = program, stage
+    record: Record
+    stage: nn.Module
 
     def __missing__(self, key: Any) -> torch.Tensor:
-        record = self.program.record
+        record = self.record
         if type(key) is Value:
             raise PartitionError(
                 f"{record.names[key]} was not made in this call, but in the one that was recorded; "
@@ -82,11 +72,12 @@ class Program:
         self.record, self.plan = record, plan
         self.is_checked = False
         """Whether a call has shown that units return the types of the record."""
-        given = list(enumerate(parts_in(record.given, Value)))
+        self._is_last = rest is None
+        self._given = parts_in(record.given, Value)
+        given = list(enumerate(self._given))
         self._taken = [(v, at) for at, v in given if v in plan.arguments or v in plan.first]
-        self._rest = None if rest is None else [(v, at) for at, v in given if v in rest]
-        self._absent = {v: Absent(*record.metas[v]) for _, v in given if v not in (rest or ())}
-        result = parts_in(record.result, Value) if rest is None else ()
+        self._dropped = [(at, Absent(*record.metas[v])) for at, v in given if v not in (rest or ())]
+        result = parts_in(record.result, Value) if self._is_last else ()
         self._runs = self._prepared(plan.steps, {*plan.sent, *result})
         self._guards = self._prepared(plan.guards, set())
 
@@ -99,20 +90,24 @@ class Program:
             return not has_data(tensors)  # as in a run that only counts
         return True
 
-    def call(self, stage: nn.Module, received: tuple[Any, ...], tensors: list[Any]) -> Any:
+    def call(
+        self, stage: nn.Module, received: tuple[Any, ...], call: Call, tensors: list[Any]
+    ) -> Any:
         """Run the stage; the first time, compare types."""
         values = self._run(self._runs, stage, received, tensors)
         self.is_checked = True
-        if self._rest is None:
+        if self._is_last:
             return filled(self.record.result, values)
-        given = self._absent | {value: tensors[at] for value, at in self._rest}
-        return (
-            tuple([values[value] for value in self.plan.sent]),
-            *filled(self.record.given, given),
-        )
+        sent = tuple([values[value] for value in self.plan.sent])
+        if any(type(tensors[at]) is not Absent for at, _ in self._dropped):
+            for at, absent in self._dropped:
+                tensors[at] = absent
+            call = filled(self.record.given, dict(zip(self._given, tensors, strict=True)))
+        return (sent, *call)
 
     def _run(self, runs: list[Run], stage: nn.Module, received: Any, tensors: list[Any]) -> Values:
-        values = Values(self, stage, zip(self.plan.received, received, strict=False))
+        values = Values(zip(self.plan.received, received, strict=False))
+        values.record, values.stage = self.record, stage
         for value, at in self._taken:
             values[value] = tensors[at]
         if not self.is_checked:
@@ -150,8 +145,8 @@ class Program:
             for step in reversed(group):
                 runs.append(self._step(step, later))
                 later.update(step.reads)
-            contexts = _contexts(modes, self.record.modes)
-            found += [partial(_run_in, contexts, runs[::-1])] if contexts else runs
+            outer = self.record.modes
+            found += runs if modes == outer else [partial(_run_in, modes, outer, runs[::-1])]
         return found[::-1]
 
     def _checkpointed(
@@ -165,7 +160,8 @@ class Program:
         runs = self._prepared(steps, later, depth)
 
         def inside(stage: nn.Module, *given: Any) -> tuple[Any, ...]:
-            values = Values(self, stage, zip(needs, given, strict=True))
+            values = Values(zip(needs, given, strict=True))
+            values.record, values.stage = self.record, stage
             for run in runs:
                 run(values)
             return tuple([values[value] for value in returned])
@@ -193,11 +189,9 @@ class Program:
         left = [extra for extra in step.extras if extra.where != "inside"]
 
         def run(values: Values) -> None:
-            target: Any = function
-            if is_unit:
-                target = values.stage
-                for key in keys:
-                    target = target._modules[key]
+            target: Any = values.stage if is_unit else function
+            for key in keys:
+                target = target._modules[key]
             given = filled(args, values), filled(kwargs, values)
             if inside:
                 with _noting(target, inside, values):
@@ -216,7 +210,17 @@ class Program:
             for value in done:
                 values.pop(value, None)
 
-        return run
+        def run_next(values: Values) -> None:
+            """The same for a layer in a chain, of which there are many, in less time."""
+            if not self.is_checked:
+                return run(values)
+            target: Any = values.stage
+            for key in keys:
+                target = target._modules[key]
+            values[expected] = target(values.pop(args[0]))
+
+        is_next = len(args) == 1 and type(args[0]) is type(expected) is Value and done == [*args]
+        return run_next if is_unit and is_next and not (kwargs or step.extras) else run
 
 
 def filled(template: Any, values: dict[Any, Any]) -> Any:
@@ -250,21 +254,14 @@ def _places(template: Any) -> list[tuple[Value, Path]]:
     ]
 
 
-def _contexts(modes: Modes, outer: Modes) -> list[Callable[[], Any]]:
-    """The contexts that turn some modes of torch into others."""
-    found: list[Callable[[], Any]] = []
-    if modes.grad != outer.grad:
-        found.append(partial(torch.set_grad_enabled, modes.grad))
-    for (device, dtype), (_, before) in zip(modes.autocast, outer.autocast, strict=True):
-        if dtype != before:
-            found.append(partial(torch.autocast, device, dtype, enabled=dtype is not None))
-    return found
-
-
-def _run_in(contexts: list[Callable[[], Any]], runs: list[Run], values: Values) -> None:
+def _run_in(modes: Modes, outer: Modes, runs: Sequence[Run], values: Values) -> None:
+    """Run steps in other modes of torch than the forward was called in."""
     with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context())
+        if modes.grad != outer.grad:
+            stack.enter_context(torch.set_grad_enabled(modes.grad))
+        for (device, dtype), (_, before) in zip(modes.autocast, outer.autocast, strict=True):
+            if dtype != before:
+                stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
         for run in runs:
             run(values)
 

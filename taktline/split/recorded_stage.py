@@ -132,11 +132,12 @@ class StageRunner:
                 "model returns"
             )
         try:
-            return program.call(module, received, tensors)
+            return program.call(module, received, call, tensors)
         except OtherTypes as other:
-            if self.casts.get(other.recorded) is other.found:
+            recorded, found = other.args
+            if self.casts.get(recorded) is found:
                 raise
-            self.casts = {**self.casts, other.recorded: other.found}
+            self.casts = {**self.casts, recorded: found}
         return self.run(module, args, kwargs)
 
     def _received(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Call]:
@@ -247,18 +248,13 @@ def make_stage(model: nn.Module, cut: CutModel, stage: int) -> RecordedStage:
     runner = StageRunner(cut, stage)
     made = RecordedStage(runner)
     made.training = model.training
-    places = {name: at for at, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     units = cut.empty.modules
-    for name in sorted((n for n in cut.homes if n in units), key=lambda n: places[n]):
-        if stage in cut.homes[name]:
-            path, _, key = name.rpartition(".")
-            _holder(model, made, path)._modules[key] = model.get_submodule(name)
-    for name in (n for n in cut.homes if n not in units and stage in cut.homes[n]):
+    for name in (n for n in dict.fromkeys((*units, *cut.homes)) if stage in cut.homes[n]):
         path, _, key = name.rpartition(".")
         source, holder = model.get_submodule(path), _holder(model, made, path)
-        if holder is source:
-            continue  # it has it already, as a unit of this stage
-        if key in source._buffers:
+        if name in units:
+            holder._modules[key] = source._modules[key]
+        elif key in source._buffers:
             persistent = key not in source._non_persistent_buffers_set
             holder.register_buffer(key, source._buffers[key], persistent)
         else:
