@@ -276,3 +276,26 @@ def test_lengths_that_keep_changing_are_forgotten(monkeypatch: pytest.MonkeyPatc
         x = torch.ones(length, 4)
         assert torch.equal(pieces(x), model(x))
     assert {vars(piece)["_runner"].programs.cache_info().currsize for piece in pieces} == {8}
+
+
+class Repeated(nn.Module):
+    """Calls a layer as often as its argument says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        for _ in range(int(count)):
+            x = self.layers[1](x)
+        return self.layers[2](x)
+
+
+def test_stages_may_see_calls_in_another_order() -> None:
+    model, x = Repeated(), torch.ones(1, 4)
+    counts = [torch.tensor(count) for count in (1, 2, 3)]
+    pieces = tl.split.by_names(model, ["layers.1"], example=(x, counts[0]))
+    sent = [pieces[0](x, count) for count in counts]
+    for place in (0, 2, 1):
+        assert torch.equal(pieces[1](*sent[place]), model(x, counts[place]))
