@@ -27,8 +27,8 @@ from taktline.split.repeat import record_twice
 from taktline.split.steps import Cut, Modes, Record
 from taktline.text import counted
 
-KINDS = 64
-"""How many kinds of calls are known at a time: more than buckets of sequence lengths."""
+KINDS = 256
+"""How many kinds of calls are known at a time, and how many of one kind that read other numbers."""
 
 
 class Known(NamedTuple):
@@ -87,6 +87,7 @@ class CutModel:
             self._require_at_home(known)
             self.first = self.first or known
             found.append(known)
+            del found[:-KINDS]
             return known
 
     def _require_at_home(self, known: Known) -> None:
@@ -175,6 +176,7 @@ class StageRunner:
         with self.cut.lock:
             program = self._learn(module, key, call, tensors)
             programs.append(program)
+            del programs[:-KINDS]
         return program, tensors
 
     def _learn(self, module: nn.Module, key: Any, call: Call, tensors: list[Any]) -> Program:
@@ -214,29 +216,24 @@ class RecordedStage(nn.Module):
 
     def __init__(self, runner: StageRunner) -> None:
         super().__init__()
-        self.__dict__["_runner"] = runner
+        self._runner = runner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage."""
-        runner: StageRunner = self.__dict__["_runner"]
-        return runner.run(self, args, kwargs)
+        return self._runner.run(self, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the units of this stage."""
-        runner: StageRunner = self.__dict__["_runner"]
-        for name, homes in runner.cut.homes.items():
-            if runner.stage in homes and name in runner.cut.empty.modules:
+        cut, stage = self._runner.cut, self._runner.stage
+        for name in cut.empty.modules:
+            if stage in cut.homes[name]:
                 unit = self.get_submodule(name)
                 unit._compiled_call_impl = torch.compile(_call_of(unit), *args, **kwargs)
 
 
 def _call_of(unit: nn.Module) -> Callable[..., Any]:
     """The call of a module as a function of ours: torch does not compile its own functions."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return unit._call_impl(*args, **kwargs)
-
-    return call
+    return lambda *args, **kwargs: unit._call_impl(*args, **kwargs)
 
 
 class Holder(nn.Module):
