@@ -35,13 +35,13 @@ def key_of(value: Any, tensors: list[Any]) -> Any:
     Without pytree where possible: this runs in each call.
     """
     kind = type(value)
-    if kind is Absent or isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return (value.shape, value.dtype)
     if kind is tuple or kind is list:
         return (kind, *[key_of(part, tensors) for part in value])
     if kind is dict:
         return (kind, *[(key, key_of(part, tensors)) for key, part in value.items()])
+    if kind is Absent or isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return (value.shape, value.dtype)
     if value is None or isinstance(value, _CONSTANTS):
         return (kind, value)
     if kind is slice:
