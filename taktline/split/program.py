@@ -79,7 +79,7 @@ class Program:
         self._dropped = [(at, Absent(*record.metas[v])) for at, v in given if v not in (rest or ())]
         result = parts_in(record.result, Value) if self._is_last else ()
         self._runs = self._prepared(plan.steps, {*plan.sent, *result})
-        self._guards = self._prepared(plan.guards, set())
+        self._guards = self._prepared(plan.guards, set(record.metas))  # which lets go of nothing
 
     def holds(self, stage: nn.Module, tensors: list[Any]) -> bool:
         """Whether the forward reads the same numbers from these arguments."""
