@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from taktline import pytree
 from taktline.split.nested import is_object
 
-Found = TypeVar("Found")
-
 _CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
-_SIZE = 64
-"""More entries than a program has buckets of sequence lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +35,13 @@ def key_of(value: Any, tensors: list[Any]) -> Any:
     Without pytree where possible: this runs in each call.
     """
     kind = type(value)
-    if kind is Absent or isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return (value.shape, value.dtype)
     if kind is tuple or kind is list:
         return (kind, *[key_of(part, tensors) for part in value])
     if kind is dict:
         return (kind, *[(key, key_of(part, tensors)) for key, part in value.items()])
+    if kind is Absent or isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return (value.shape, value.dtype)
     if value is None or isinstance(value, _CONSTANTS):
         return (kind, value)
     if kind is slice:
@@ -57,20 +52,3 @@ def key_of(value: Any, tensors: list[Any]) -> Any:
     if spec.is_leaf():
         return value  # compared by its own equality
     return (spec, *[key_of(leaf, tensors) for leaf in leaves])
-
-
-class Latest(dict[Hashable, Found]):
-    """A dict that drops the entries which were made first.
-
-    >>> squares = Latest()
-    >>> for number in range(100):
-    ...     squares.keep(number, number * number)
-    >>> len(squares), next(iter(squares))
-    (64, 36)
-    """
-
-    def keep(self, key: Hashable, value: Found) -> None:
-        """Put a value last."""
-        self[key] = value
-        if len(self) > _SIZE:
-            del self[next(iter(self))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +20,15 @@ from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.cut import Placement, StagePlan
 from taktline.split.empty_model import EmptyModel
 from taktline.split.hugging_face import require_no_cache, without_cache
-from taktline.split.kinds import Latest, key_of
-from taktline.split.program import write_guards, write_stage
+from taktline.split.kinds import key_of
+from taktline.split.program import OtherTypes, Program
 from taktline.split.recorder import Casts
 from taktline.split.repeat import record_twice
-from taktline.split.run_steps import Differs, OtherTypes
 from taktline.split.steps import Cut, Modes, Record
-from taktline.split.without_data import has_data
 from taktline.text import counted
+
+KINDS = 256
+"""How many kinds of calls are known at a time, and how many of one kind that read other numbers."""
 
 
 class Known(NamedTuple):
@@ -52,8 +54,9 @@ class CutModel:
         self.is_example = False
         """Whether an example has shown the homes."""
         self.first: Known | None = None
-        self._known: Latest[list[Known]] = Latest()
-        self._lock = threading.Lock()
+        self.known: Callable[[Any], list[Known]] = lru_cache(KINDS)(lambda kind: [])
+        """The recorded forwards of a kind, which differ in the numbers that they read."""
+        self.lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutModel:
         return self
@@ -73,26 +76,26 @@ class CutModel:
         casts: Casts | None = None,
     ) -> Known:
         """Record a call of a kind; ``place`` is how many of that kind are known to differ."""
-        with self._lock:
-            found = self._known.get(key, [])
+        with self.lock:
+            found = self.known(key)
             if place < len(found):
                 return found[place]
             if self.empty.model.training != training:
                 self.empty.model.train(training)
             record = record or record_twice(self.empty, call, casts)
             known = Known(record, Placement(record, self.cuts, self.empty.kind.__name__).plans())
-            if self.homes:
-                self._require_at_home(known)
+            self._require_at_home(known)
             self.first = self.first or known
-            self._known.keep(key, [*found, known])
+            found.append(known)
+            del found[:-KINDS]
             return known
 
     def _require_at_home(self, known: Known) -> None:
         """Raise if a stage uses a unit or a parameter of another stage."""
         for stage, plan in enumerate(known.plans):
-            last = stage == self.stages - 1
-            for name in (*plan.units, *plan.states(known.record, is_last=last)):
-                homes = self.homes.get(name, frozenset({stage}))
+            states = plan.states(known.record, is_last=stage == self.stages - 1)
+            for name in (*plan.units, *states):
+                homes = self.homes.get(name, {stage})
                 if stage not in homes:
                     does = "calls" if name in plan.units else "uses the parameter"
                     advice = "call by_names with example=, the arguments of the model"
@@ -104,44 +107,13 @@ class CutModel:
                     )
 
 
-class _Program:
-    """How one stage runs calls of a kind."""
-
-    def __init__(self, known: Known, stage: int) -> None:
-        record, plan = known.record, known.plans[stage]
-        rest = known.plans[stage + 1].arguments if stage + 1 < len(known.plans) else None
-        self.received = len(plan.received)
-        self.guards = write_guards(record, plan)
-        self.run = write_stage(record, plan, rest)
-        self.first = write_stage(record, plan, rest, checks=True)
-        self.is_checked = False
-
-    def holds(self, module: nn.Module, tensors: list[Any]) -> bool:
-        """Whether the forward reads the same numbers from these arguments."""
-        if self.guards is None:
-            return True
-        try:
-            self.guards(module, (), tensors)
-        except Differs:
-            return not has_data(tensors)  # as in a run that only counts
-        return True
-
-    def call(self, module: nn.Module, received: tuple[Any, ...], tensors: list[Any]) -> Any:
-        """Run the stage; the first time, compare types."""
-        if self.is_checked:
-            return self.run(module, received, tensors)
-        output = self.first(module, received, tensors)
-        self.is_checked = True
-        return output
-
-
 class StageRunner:
     """Runs one stage; it holds no tensors, so that copies of the stage share it."""
 
     def __init__(self, cut: CutModel, stage: int) -> None:
         self.cut, self.stage = cut, stage
-        self._programs: Latest[list[_Program]] = Latest()
-        self._casts: dict[torch.dtype, torch.dtype] = {}
+        self.programs: Callable[[Any], list[Program]] = lru_cache(KINDS)(lambda kind: [])
+        self.casts: dict[torch.dtype, torch.dtype] = {}
         """The types that units return, where they differ from those of the record."""
         self.lead: tuple[str, ...] = ()
         """The path of a parameter, whose type is that of the stage."""
@@ -149,37 +121,11 @@ class StageRunner:
     def __deepcopy__(self, memo: dict[int, Any]) -> StageRunner:
         return self
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage returns the output of the model."""
-        return self.stage == self.cut.stages - 1
-
     def run(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Run the stage; returns what the next one needs, or the model's output."""
         received, call = self._received(args, kwargs)
-        tensors: list[Any] = []
-        key = (
-            key_of(call, tensors),
-            module.training,
-            Modes.now(_devices_of(tensors)),
-            torch.is_inference_mode_enabled(),
-            self._type_of(module),
-        )
-        try:
-            programs = self._programs.get(key)
-        except TypeError as error:
-            raise PartitionError(
-                f"an argument of the model cannot be compared with that of other calls ({error}); "
-                "pass tensors, numbers and texts, also in lists, dicts and dataclasses"
-            ) from None
-        if programs is None:
-            programs = [self._learn(module, key, call, 0)]
-            self._programs.keep(key, programs)
-        program = next((each for each in programs if each.holds(module, tensors)), None)
-        if program is None:
-            program = self._learn(module, key, call, len(programs))
-            programs.append(program)
-        expected = program.received
+        program, tensors = self._program(module, call)
+        expected = len(program.plan.received)
         if len(received) != expected:
             raise PartitionError(
                 f"stage {self.stage} takes {counted(expected, 'tensor')} of stage "
@@ -187,12 +133,12 @@ class StageRunner:
                 "model returns"
             )
         try:
-            return program.call(module, received, tensors)
+            return program.call(module, received, call, tensors)
         except OtherTypes as other:
-            if self._casts.get(other.recorded) is other.found:
+            recorded, found = other.args
+            if self.casts.get(recorded) is found:
                 raise
-            self._casts = {**self._casts, other.recorded: other.found}
-            self._programs.clear()
+            self.casts = {**self.casts, recorded: found}
         return self.run(module, args, kwargs)
 
     def _received(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Call]:
@@ -208,6 +154,45 @@ class StageRunner:
         # Keywords of a rank reach all its stages; the model's came from the stage before.
         return args[0], (args[1], args[2])
 
+    def _program(self, module: nn.Module, call: Call) -> tuple[Program, list[Any]]:
+        """What to run for a call, and the tensors in its arguments."""
+        tensors: list[Any] = []
+        key = (
+            key_of(call, tensors),
+            module.training,
+            Modes.now(_devices_of(tensors)),
+            torch.is_inference_mode_enabled(),
+        )
+        try:
+            programs = self.programs((key, self._type_of(module), *self.casts.items()))
+        except TypeError as error:
+            raise PartitionError(
+                f"an argument of the model cannot be compared with that of other calls ({error}); "
+                "pass tensors, numbers and texts, also in lists, dicts and dataclasses"
+            ) from None
+        for program in programs:
+            if program.holds(module, tensors):
+                return program, tensors
+        with self.cut.lock:
+            program = self._learn(module, key, call, tensors)
+            programs.append(program)
+            del programs[:-KINDS]
+        return program, tensors
+
+    def _learn(self, module: nn.Module, key: Any, call: Call, tensors: list[Any]) -> Program:
+        """A program of what other stages have learned, or else of a new record."""
+        cut, at = self.cut, self.stage
+        cut.empty.follow_types(module)
+        key = (*key, cut.empty.retyped, *self.casts.items())
+        known, place = len(cut.known(key)), 0
+        while True:
+            record, plans = cut.learn(key, call, module.training, place, casts=self.casts)
+            rest = plans[at + 1].arguments if at + 1 < len(plans) else None
+            program = Program(record, plans[at], rest)
+            if place == known or program.holds(module, tensors):
+                return program
+            place += 1
+
     def _type_of(self, module: nn.Module) -> torch.dtype | None:
         """The type of the stage, which may change: ``model.double()``."""
         if not self.lead:
@@ -217,12 +202,6 @@ class StageRunner:
         for each in path:
             holder = holder._modules[each]
         return holder._parameters[key].dtype
-
-    def _learn(self, module: nn.Module, key: Any, call: Call, place: int) -> _Program:
-        self.cut.empty.follow_types(module)
-        key = (*key[:-1], self.cut.empty.retyped, *self._casts.items())
-        known = self.cut.learn(key, call, module.training, place, casts=self._casts)
-        return _Program(known, self.stage)
 
 
 def _devices_of(tensors: Sequence[Any]) -> tuple[str, ...]:
@@ -237,29 +216,24 @@ class RecordedStage(nn.Module):
 
     def __init__(self, runner: StageRunner) -> None:
         super().__init__()
-        self.__dict__["_runner"] = runner
+        self._runner = runner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage."""
-        runner: StageRunner = self.__dict__["_runner"]
-        return runner.run(self, args, kwargs)
+        return self._runner.run(self, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the units of this stage."""
-        runner: StageRunner = self.__dict__["_runner"]
-        for name, homes in runner.cut.homes.items():
-            if runner.stage in homes and name in runner.cut.empty.modules:
+        cut, stage = self._runner.cut, self._runner.stage
+        for name in cut.empty.modules:
+            if stage in cut.homes[name]:
                 unit = self.get_submodule(name)
                 unit._compiled_call_impl = torch.compile(_call_of(unit), *args, **kwargs)
 
 
 def _call_of(unit: nn.Module) -> Callable[..., Any]:
     """The call of a module as a function of ours: torch does not compile its own functions."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return unit._call_impl(*args, **kwargs)
-
-    return call
+    return lambda *args, **kwargs: unit._call_impl(*args, **kwargs)
 
 
 class Holder(nn.Module):
@@ -271,18 +245,13 @@ def make_stage(model: nn.Module, cut: CutModel, stage: int) -> RecordedStage:
     runner = StageRunner(cut, stage)
     made = RecordedStage(runner)
     made.training = model.training
-    places = {name: at for at, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     units = cut.empty.modules
-    for name in sorted((n for n in cut.homes if n in units), key=lambda n: places[n]):
-        if stage in cut.homes[name]:
-            path, _, key = name.rpartition(".")
-            _holder(model, made, path)._modules[key] = model.get_submodule(name)
-    for name in (n for n in cut.homes if n not in units and stage in cut.homes[n]):
+    for name in (n for n in dict.fromkeys((*units, *cut.homes)) if stage in cut.homes[n]):
         path, _, key = name.rpartition(".")
         source, holder = model.get_submodule(path), _holder(model, made, path)
-        if holder is source:
-            continue  # it has it already, as a unit of this stage
-        if key in source._buffers:
+        if name in units:
+            holder._modules[key] = source._modules[key]
+        elif key in source._buffers:
             persistent = key not in source._non_persistent_buffers_set
             holder.register_buffer(key, source._buffers[key], persistent)
         else:
@@ -310,19 +279,19 @@ def _holder(model: nn.Module, made: nn.Module, path: str) -> nn.Module:
 def crossings_of(stage_module: nn.Module) -> list[str]:
     """Names of the tensors that a stage hands to the next one besides the model's arguments."""
     runner: StageRunner | None = vars(stage_module).get("_runner")
-    if runner is None or runner.cut.first is None or runner.is_last:
+    if runner is None or runner.cut.first is None:
         return []
-    known = runner.cut.first
-    return [known.record.names[value] for value in known.plans[runner.stage].sent]
+    record, plans = runner.cut.first
+    return [record.names[value] for value in plans[runner.stage].sent]
 
 
 def has_dynamic_shapes(stage_module: nn.Module) -> bool:
     """Whether the shapes of tensors between stages depend on data, as far as a call has shown."""
     runner: StageRunner | None = vars(stage_module).get("_runner")
-    first = None if runner is None else runner.cut.first
-    return first is not None and any(
-        not first.record.sized.isdisjoint(plan.sent) for plan in first.plans
-    )
+    if runner is None or runner.cut.first is None:
+        return False
+    record, plans = runner.cut.first
+    return any(not record.sized.isdisjoint(plan.sent) for plan in plans)
 
 
 def model_of(stage_module: nn.Module) -> nn.Module | None:

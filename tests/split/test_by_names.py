@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import taktline as tl
 from taktline import skip
-from taktline.split import kinds
+from taktline.split import recorded_stage
 from taktline.stage import ties
 from tests.split.models import ResNet, ViT
 from tests.split.training import gradients, require_same
@@ -269,10 +269,33 @@ def test_a_piece_can_be_copied() -> None:
 
 
 def test_lengths_that_keep_changing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "_SIZE", 8)
+    monkeypatch.setattr(recorded_stage, "KINDS", 8)
     model = Filled()
     pieces = tl.split.by_names(model, ["layers.1", "layers.3"], example=(torch.ones(1, 4),))
     for length in (*range(1, 20), 1):
         x = torch.ones(length, 4)
         assert torch.equal(pieces(x), model(x))
-    assert {len(vars(piece)["_runner"]._programs) for piece in pieces} == {8}
+    assert {vars(piece)["_runner"].programs.cache_info().currsize for piece in pieces} == {8}
+
+
+class Repeated(nn.Module):
+    """Calls a layer as often as its argument says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        for _ in range(int(count)):
+            x = self.layers[1](x)
+        return self.layers[2](x)
+
+
+def test_stages_may_see_calls_in_another_order() -> None:
+    model, x = Repeated(), torch.ones(1, 4)
+    counts = [torch.tensor(count) for count in (1, 2, 3)]
+    pieces = tl.split.by_names(model, ["layers.1"], example=(x, counts[0]))
+    sent = [pieces[0](x, count) for count in counts]
+    for place in (0, 2, 1):
+        assert torch.equal(pieces[1](*sent[place]), model(x, counts[place]))
