@@ -6,7 +6,7 @@ In other threads all is as before, and so it is everywhere once the recording ha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -26,83 +26,64 @@ _generator = private(
 
 @contextmanager
 def patched(recorder: Any, empty: Any) -> Iterator[None]:
-    """Let calls of units, functions of autograd and checkpoints come to a recorder."""
+    """Let calls of modules, functions of autograd and checkpoints come to a recorder."""
+    if reason := missing(_generator):
+        raise TorchVersionError(reason)
+    kinds = {kind for module in empty.model.modules() for kind in type(module).__mro__}
     with ExitStack() as stack:
-        for module in empty.modules.values():
-            stack.enter_context(_calling(module, recorder))
-        for module in empty.model.modules():
-            hook = module.register_forward_hook(partial(_note, recorder))
-            stack.callback(hook.remove)
-        stack.enter_context(_functions(recorder))
-        stack.enter_context(_checkpoints(recorder))
+        for kind in kinds:
+            if "__call__" in vars(kind):
+                stack.enter_context(_replaced(kind, "__call__", partial(_call, recorder)))
+        function = torch.autograd.Function
+        stack.enter_context(_replaced(function, "apply", partial(_apply, recorder)))
+        stack.enter_context(_replaced(torch_checkpoint, _GENERATOR, partial(_region, recorder)))
         yield
 
 
-def _note(recorder: Any, module: nn.Module, _: Any, output: Any) -> None:
-    recorder.note_inner(module, output)
-
-
 @contextmanager
-def _calling(module: nn.Module, recorder: Any) -> Iterator[None]:
-    """Let a unit without data be recorded when it is called."""
-    kind = type(module)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.unit(self, partial(kind.__call__, self), args, kwargs)
-
-    texts = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": call, **texts})
+def _replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Let an attribute be what a function makes of it, for a while."""
+    is_own, before = name in vars(holder), inspect.getattr_static(holder, name)
+    setattr(holder, name, make(before))
     try:
         yield
     finally:
-        module.__class__ = kind
+        if is_own:
+            setattr(holder, name, before)
+        else:
+            delattr(holder, name)
 
 
-@contextmanager
-def _functions(recorder: Any) -> Iterator[None]:
-    """Let functions of autograd, and re-entrant checkpoints among them, be recorded."""
-    function: Any = torch.autograd.Function
-    own = vars(function).get("apply")
-    before: Any = inspect.getattr_static(function, "apply")
+def _call(recorder: Any, before: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.module(self, partial(before, self), args, kwargs)
+
+    return call
+
+
+def _apply(recorder: Any, before: Any) -> Any:
+    """For functions of autograd, and re-entrant checkpoints among them."""
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
         original = before.__get__(None, kind)
-        if recorder.is_inside or not recorder.is_here():
-            return original(*args, **kwargs)
-        if kind is torch_checkpoint.CheckpointFunction:
+        if recorder.is_recording and kind is torch_checkpoint.CheckpointFunction:
             run, preserves, *rest = args
             with recorder.region(bool(preserves)):
                 return run(*rest)
         return recorder.function(original, args, kwargs)
 
-    function.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        if own is None:
-            del function.apply
-        else:
-            function.apply = own
+    return classmethod(apply)
 
 
-@contextmanager
-def _checkpoints(recorder: Any) -> Iterator[None]:
-    """Let what runs in checkpoints that are not re-entrant be recorded as a region."""
-    if reason := missing(_generator):
-        raise TorchVersionError(reason)
-    names: Any = torch_checkpoint.__dict__
-    before = names[_GENERATOR]
+def _region(recorder: Any, before: Any) -> Any:
+    """For checkpoints that are not re-entrant."""
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if recorder.is_inside or not recorder.is_here():
+        if not recorder.is_recording:
             yield from before(*args, **kwargs)
             return
         given = inspect.signature(before).bind(*args, **kwargs).arguments
         with recorder.region(bool(given.get("preserve_rng_state", True))):
             yield
 
-    names[_GENERATOR] = generator
-    try:
-        yield
-    finally:
-        names[_GENERATOR] = before
+    return generator

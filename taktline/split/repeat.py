@@ -10,35 +10,37 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.arguments import Call
 from taktline.split.empty_model import EmptyModel, joined
-from taktline.split.nested import Node, Object
-from taktline.split.record import record
-from taktline.split.recorder import Casts
+from taktline.split.nested import Node, walk
+from taktline.split.record import outer_modules, record
+from taktline.split.recorder import OWN_OF_MODULES
 from taktline.split.steps import Kind, Record, Step
+from taktline.split.without_data import Casts
 
-_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
+_DEPTH = 4
+"""How deep in the attributes of modules changes are found."""
 
 
 def record_twice(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record:
     """The record of a call; raises if no two records are alike."""
-    with _own_generators():
-        last = record(empty, call, casts)
-        state = _state_of(empty)
-        for _ in range(2):  # a first call may fill a cache of the model
-            _stir()
-            again = record(empty, call, casts)
-            changed = _difference(state, _state_of(empty))
-            state = _state_of(empty)
-            if not changed and _first_difference(last, again) is None:
-                return again
-            found, last = _first_difference(last, again), again
+    last, state, changed, found = None, {}, "", None
+    for attempt in range(3):  # a first call may fill a cache of the model
+        with _seeded(attempt):
+            made = record(empty, call, casts)
+        before, state = state, _state_of(empty)
+        if last is not None:
+            changed, found = _changed(before, state), _first_difference(last, made)
+            if not changed and found is None:
+                return made
+        last = made
     if changed:
         raise PartitionError(
             f"the forward of {empty.kind.__name__} changes its attribute {changed!r} in each call, "
@@ -53,10 +55,13 @@ def record_twice(empty: EmptyModel, call: Call, casts: Casts | None = None) -> R
 
 
 @contextmanager
-def _own_generators() -> Iterator[None]:
-    """Afterwards the generators of Python and numpy are as before."""
+def _seeded(seed: int) -> Iterator[None]:
+    """Let the generators of Python and numpy begin with a seed, and afterwards be as before."""
     numpy = sys.modules.get("numpy")
     state = random.getstate(), numpy.random.get_state() if numpy else None
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed)
     try:
         yield
     finally:
@@ -65,73 +70,43 @@ def _own_generators() -> Iterator[None]:
             numpy.random.set_state(state[1])
 
 
-def _stir() -> None:
-    """Bring the generators of Python, numpy and torch into other states."""
-    random.random()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.random()
-
-
 def _state_of(empty: EmptyModel) -> dict[str, Any]:
     """The attributes of the modules that are in no unit, as far as they compare."""
-    found: dict[str, Any] = {}
-    inside = {id(part) for unit in empty.modules.values() for part in unit.modules()}
-    for path, module in empty.model.named_modules():
-        if id(module) not in inside:
-            for key, value in vars(module).items():
-                if key not in _TABLES:
-                    found[joined(path, key)] = _summary(value, 3)
-    return found
+    return {
+        joined(path, key): [
+            (at, part if isinstance(part, _CONSTANTS) else type(part))
+            for at, part in walk(value)
+            if len(at) < _DEPTH
+        ]
+        for path, module in outer_modules(empty)
+        for key, value in vars(module).items()
+        if key not in OWN_OF_MODULES
+    }
 
 
-_TABLES = frozenset(vars(nn.Module()))
-
-
-def _summary(value: Any, depth: int) -> Any:
-    if isinstance(value, _CONSTANTS):
-        return value
-    if depth and isinstance(value, dict):
-        return [(key, _summary(part, depth - 1)) for key, part in value.items()]
-    if depth and isinstance(value, (list, tuple)):
-        return [_summary(part, depth - 1) for part in value]
-    if depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, torch.Tensor)):
-        return _summary(vars(value), depth - 1)
-    return type(value).__name__
-
-
-def _difference(before: dict[str, Any], after: dict[str, Any]) -> str:
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str:
     """The name of an attribute that has changed."""
-    for name, value in after.items():
-        if name not in before or repr(before[name]) != repr(value):
-            return name
-    return ""
+    names = (name for name in after if repr(before.get(name)) != repr(after[name]))
+    return next(names, "")
 
 
 def _first_difference(one: Record, other: Record) -> str | None:
     """The line of the first step in which two records differ; None if they are alike."""
     for first, second in zip(one.steps, other.steps, strict=False):
-        if not _same_step(first, second):
+        if not _same(_summary(first), _summary(second)):
             return second.line
     if len(one.steps) != len(other.steps):
         return max(one.steps, other.steps, key=len)[min(len(one.steps), len(other.steps))].line
     return None if _same(one.result, other.result) else "the output of the forward"
 
 
-def _same_step(one: Step, other: Step) -> bool:
-    return (
-        one.kind is other.kind
-        and one.modes == other.modes
-        and one.region == other.region
-        and one.draws == other.draws
-        and len(one.writes) == len(other.writes)
-        and (one.target == other.target or (one.kind is Kind.CALL and _names(one) == _names(other)))
-        and _same((one.args, one.kwargs), (other.args, other.kwargs))
-        and (one.kind is not Kind.READ or not one.is_known or _same(one.output, other.output))
-    )
-
-
-def _names(step: Step) -> str:
-    return getattr(step.target, "__qualname__", repr(type(step.target)))
+def _summary(step: Step) -> tuple[Any, ...]:
+    """All of a step that must repeat."""
+    target = step.target
+    name = target if step.kind is Kind.UNIT else getattr(target, "__qualname__", str(type(target)))
+    read = step.output if step.kind is Kind.READ and step.is_known else None
+    modes = (step.kind, step.modes, step.region, step.draws, len(step.writes))
+    return (name, *modes, step.args, step.kwargs, read)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -140,16 +115,12 @@ def _same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, torch.Tensor):
         return one.shape == other.shape and bool(torch.equal(one, other))
-    if isinstance(one, Node):
-        return one.spec == other.spec and _same(one.parts, other.parts)
-    if isinstance(one, Object):
-        return _same(one.attributes, other.attributes)
+    if isinstance(one, Node) and one.spec != other.spec:
+        return False
     if isinstance(one, dict):
         return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, float):
-        return repr(one) == repr(other)
     if isinstance(one, _CONSTANTS):
-        return one == other
+        return repr(one) == repr(other)
     return True

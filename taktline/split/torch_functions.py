@@ -16,5 +16,10 @@ METADATA = frozenset(
 """Functions that read nothing but what a kind of call has in common."""
 SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"))
 """Those that read sizes, which may depend on data."""
-EFFECTS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
-"""Functions that return no tensor, and do something all the same."""
+EFFECTS = frozenset(
+    (
+        *("register_hook", "retain_grad", "register_post_accumulate_grad_hook"),
+        *("put_skip", "get_skip", "add_loss"),
+    )
+)
+"""Functions that do something beside what they return."""
