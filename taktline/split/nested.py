@@ -87,11 +87,6 @@ def walk(value: Any, path: Path = (), seen: set[int] | None = None) -> Iterator[
             yield from walk(part, (*path, key), seen)
 
 
-def tensors_with_paths(value: Any) -> list[tuple[Path, torch.Tensor]]:
-    """The tensors in a nested value with their paths."""
-    return [(path, part) for path, part in walk(value) if isinstance(part, torch.Tensor)]
-
-
 def all_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in a nested value, also in objects."""
     return [part for _, part in walk(value) if isinstance(part, torch.Tensor)]

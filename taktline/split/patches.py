@@ -6,7 +6,8 @@ In other threads all is as before, and so it is everywhere once the recording ha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +18,9 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from taktline.errors import TorchVersionError
 from taktline.private import missing, private
+from taktline.side_values import Aside, current_aside
 
+_LOG = "torch._subclasses.fake_tensor"
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _generator = private(
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator", "a recorded forward"
@@ -25,33 +28,40 @@ _generator = private(
 
 
 @contextmanager
-def patched(recorder: Any, empty: Any) -> Iterator[None]:
-    """Let calls of modules, functions of autograd and checkpoints come to a recorder."""
-    if reason := missing(_generator):
-        raise TorchVersionError(reason)
-    kinds = {kind for module in empty.model.modules() for kind in type(module).__mro__}
-    with ExitStack() as stack:
-        for kind in kinds:
-            if "__call__" in vars(kind):
-                stack.enter_context(_replaced(kind, "__call__", partial(_call, recorder)))
-        function = torch.autograd.Function
-        stack.enter_context(_replaced(function, "apply", partial(_apply, recorder)))
-        stack.enter_context(_replaced(torch_checkpoint, _GENERATOR, partial(_region, recorder)))
-        yield
-
-
-@contextmanager
-def _replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Let an attribute be what a function makes of it, for a while."""
-    is_own, before = name in vars(holder), inspect.getattr_static(holder, name)
-    setattr(holder, name, make(before))
+def replaced(holder: Any, **values: Any) -> Iterator[None]:
+    """Let attributes have other values for a while."""
+    before = {name: vars(holder)[name] for name in values if name in vars(holder)}
+    for name, value in values.items():
+        setattr(holder, name, value)
     try:
         yield
     finally:
-        if is_own:
-            setattr(holder, name, before)
-        else:
-            delattr(holder, name)
+        for name in values:
+            if name in before:
+                setattr(holder, name, before[name])
+            else:
+                delattr(holder, name)
+
+
+@contextmanager
+def patched(recorder: Any, empty: Any) -> Iterator[None]:
+    """Let calls of modules, functions of autograd, checkpoints and skips come to a recorder."""
+    if reason := missing(_generator):
+        raise TorchVersionError(reason)
+    function, checkpoints = torch.autograd.Function, vars(torch_checkpoint)
+    apply = _apply(recorder, inspect.getattr_static(function, "apply"))
+    region = _region(recorder, checkpoints[_GENERATOR])
+    kinds = {kind for module in empty.model.modules() for kind in type(module).__mro__}
+    with ExitStack() as stack:
+        for kind in (kind for kind in kinds if "__call__" in vars(kind)):
+            call = _call(recorder, vars(kind)["__call__"])
+            stack.enter_context(replaced(kind, __call__=call))
+        stack.enter_context(replaced(function, apply=apply))
+        stack.enter_context(replaced(torch_checkpoint, **{_GENERATOR: region}))
+        # What torch writes of operations that cannot run without data.
+        stack.enter_context(replaced(logging.getLogger(_LOG), disabled=True))
+        stack.enter_context(RecordedAside(recorder))
+        yield
 
 
 def _call(recorder: Any, before: Any) -> Any:
@@ -87,3 +97,34 @@ def _region(recorder: Any, before: Any) -> Any:
             yield
 
     return generator
+
+
+class RecordedAside(Aside):
+    """The side values of a forward that is recorded."""
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__(0, {})
+        self._recorder = recorder
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Put a value, and record it."""
+        self._run("put", name, value)
+
+    def get(self, name: str) -> torch.Tensor:
+        """A value that was put before, as the value of a step."""
+        return self._run("get", name)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add a loss, and record it."""
+        self._run("add", loss)
+
+    def _run(self, method: str, *args: Any) -> Any:
+        if self._recorder.is_recording:
+            return self._recorder.function(call_aside, (method, *args), {})
+        found = getattr(super(), method)(*args)
+        return found.view_as(found) if method == "get" else found
+
+
+def call_aside(method: str, *args: Any) -> Any:
+    """Put or get a skip, or add a loss, of the stage that runs."""
+    return getattr(current_aside(), method)(*args)

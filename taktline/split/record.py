@@ -1,10 +1,18 @@
-"""Records the forward of a model once, without the data of its layers."""
+"""Records the forward of a model without data, and once more to find what does not repeat.
+
+A number that a forward draws from ``random`` or numpy, or reads from a clock, would be a constant
+of the record. Another run, with generators in another state, has another constant.
+"""
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,28 +20,70 @@ from torch import nn
 from taktline import pytree
 from taktline.device import keep_generators
 from taktline.errors import PartitionError
-from taktline.side_values import Aside, current_aside
 from taktline.split.arguments import Call, device_of
 from taktline.split.empty_model import EmptyModel, joined
 from taktline.split.kinds import Absent
-from taktline.split.nested import mapped, parts_in
+from taktline.split.nested import Node, mapped, parts_in, walk
 from taktline.split.patches import patched
-from taktline.split.recorder import Recorder
-from taktline.split.steps import Kind, Record, State, Value
-from taktline.split.without_data import Casts, Fakes, no_data
+from taktline.split.recorder import OWN_OF_MODULES, Recorder
+from taktline.split.steps import Kind, Record, State, Step, Value
+from taktline.split.without_data import Casts, Fakes
 
 _lock = threading.RLock()
 """One forward is recorded at a time: functions of torch are replaced meanwhile."""
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
+_DEPTH = 4
+"""How deep in the attributes of modules changes are found."""
 
 
-def record(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record:
+def record_twice(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record:
+    """The record of a call; raises if no two records are alike."""
+    last, state, changed, found = None, {}, "", None
+    for attempt in range(3):  # a first call may fill a cache of the model
+        with _seeded(attempt):
+            made = _record(empty, call, casts)
+        before, state = state, _state_of(empty)
+        if last is not None:
+            changed, found = _changed(before, state), _first_difference(last, made)
+            if not changed and found is None:
+                return made
+        last = made
+    if changed:
+        raise PartitionError(
+            f"the forward of {empty.kind.__name__} changes its attribute {changed!r} in each call, "
+            "which stages cannot follow; keep what changes in a buffer, and change it in place, "
+            "or in a submodule that one stage runs"
+        )
+    raise PartitionError(
+        f"{found} does something else in each call: it depends on a number that Python, numpy or a "
+        "generator of its own has drawn, or on the time; draw numbers with torch, such as "
+        "torch.rand(()), or move it into a submodule that one stage runs"
+    )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Let the generators of Python and numpy begin with a seed, and afterwards be as before."""
+    numpy = sys.modules.get("numpy")
+    state = random.getstate(), numpy.random.get_state() if numpy else None
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state[0])
+        if numpy:
+            numpy.random.set_state(state[1])
+
+
+def _record(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record:
     """Run the forward of a model once with these arguments."""
     device = device_of(call)
     fakes = Fakes(device, casts or {})
     with (
         _lock,
         keep_generators([device]),
-        no_data(),
         torch.compiler.set_stance("force_eager"),
         empty.filled(fakes.filled),
     ):
@@ -45,11 +95,19 @@ def record(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record:
         made.given = mapped(
             (args, kwargs), lambda tensor: recorder.value(tensor, "an argument of the model")
         )
-        with patched(recorder, empty), RecordedAside(recorder):
-            with recorder, _noting_failure(empty):
+        try:
+            with patched(recorder, empty), recorder:
                 output = empty.model(*args, **kwargs)
-            made.result = recorder.template(output)
-            _require_no_new_buffers(empty, recorder)
+        except PartitionError:
+            raise
+        except Exception as error:
+            error.add_note(
+                f"taktline.split.by_names ran the forward of {empty.kind.__name__} without data, "
+                "to record its steps"
+            )
+            raise
+        made.result = mapped(output, recorder.reference)
+        _require_no_new_buffers(empty, recorder)
         for generator, before in recorder.generators.values():
             generator.set_state(before)
     return made
@@ -85,58 +143,57 @@ def _differs_in_each_call(record: Record, value: Value, buffer: State) -> bool:
     return not needed.isdisjoint(parts_in(record.given, Value))
 
 
-@contextmanager
-def _noting_failure(empty: EmptyModel) -> Iterator[None]:
-    """Say in an error of the model's own why its forward was run."""
-    try:
-        yield
-    except PartitionError:
-        raise
-    except Exception as error:
-        error.add_note(
-            f"taktline.split.by_names ran the forward of {empty.kind.__name__} without data, to "
-            "record its steps"
-        )
-        raise
+def _state_of(empty: EmptyModel) -> dict[str, Any]:
+    """The attributes of the modules that are in no unit, as far as they compare."""
+    return {
+        joined(path, key): [
+            (at, part if isinstance(part, _CONSTANTS) else type(part))
+            for at, part in walk(value)
+            if len(at) < _DEPTH
+        ]
+        for path, module in outer_modules(empty)
+        for key, value in vars(module).items()
+        if key not in OWN_OF_MODULES
+    }
 
 
-class RecordedAside(Aside):
-    """The side values of a forward that is recorded."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(0, {})
-        self._recorder = recorder
-
-    def put(self, name: str, value: torch.Tensor) -> None:
-        """Put a value, and record it."""
-        if self._recorder.is_recording:
-            return self._recorder.function(put_skip, (name, value), {})
-        return super().put(name, value)
-
-    def get(self, name: str) -> torch.Tensor:
-        """A value that was put before, as the value of a step."""
-        if self._recorder.is_recording:
-            return self._recorder.function(get_skip, (name,), {})
-        found = super().get(name)
-        return found.view_as(found)
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Add a loss, and record it."""
-        if self._recorder.is_recording:
-            return self._recorder.function(add_loss, (loss,), {})
-        return super().add(loss)
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """The name of an attribute that has changed."""
+    names = (name for name in after if repr(before.get(name)) != repr(after[name]))
+    return next(names, "")
 
 
-def put_skip(name: str, value: torch.Tensor) -> None:
-    """Put a skip of the stage that runs."""
-    current_aside().put(name, value)
+def _first_difference(one: Record, other: Record) -> str | None:
+    """The line of the first step in which two records differ; None if they are alike."""
+    for first, second in zip(one.steps, other.steps, strict=False):
+        if not _same(_summary(first), _summary(second)):
+            return second.line
+    if len(one.steps) != len(other.steps):
+        return max(one.steps, other.steps, key=len)[min(len(one.steps), len(other.steps))].line
+    return None if _same(one.result, other.result) else "the output of the forward"
 
 
-def get_skip(name: str) -> torch.Tensor:
-    """A skip of the stage that runs."""
-    return current_aside().get(name)
+def _summary(step: Step) -> tuple[Any, ...]:
+    """All of a step that must repeat."""
+    target = step.target
+    name = target if step.kind is Kind.UNIT else getattr(target, "__qualname__", str(type(target)))
+    read = step.output if step.kind is Kind.READ and step.is_known else None
+    modes = (step.kind, step.modes, step.region, step.draws, len(step.writes))
+    return (name, *modes, step.args, step.kwargs, read)
 
 
-def add_loss(loss: torch.Tensor) -> None:
-    """Add a loss of the stage that runs."""
-    current_aside().add(loss)
+def _same(one: Any, other: Any) -> bool:
+    """Whether two templates have equal constants, and values in the same places."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and bool(torch.equal(one, other))
+    if isinstance(one, Node) and one.spec != other.spec:
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, _CONSTANTS):
+        return repr(one) == repr(other)
+    return True

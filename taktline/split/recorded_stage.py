@@ -21,7 +21,7 @@ from taktline.split.empty_model import EmptyModel
 from taktline.split.hugging_face import require_no_cache, without_cache
 from taktline.split.kinds import Latest, key_of
 from taktline.split.program import write_guards, write_stage
-from taktline.split.repeat import record_twice
+from taktline.split.record import record_twice
 from taktline.split.run_steps import Differs, OtherTypes
 from taktline.split.steps import Cut, Modes, Record
 from taktline.split.without_data import Casts, has_data

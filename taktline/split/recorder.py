@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,20 +19,19 @@ from torch.overrides import TorchFunctionMode
 
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
-from taktline.split.empty_model import EmptyModel, joined
-from taktline.split.nested import (
-    Path,
-    all_tensors,
-    is_object,
-    mapped,
-    tensors_with_paths,
-    walk,
-)  # fmt: skip
+from taktline.split.empty_model import EmptyModel
+from taktline.split.nested import Path, all_tensors, is_object, mapped, walk
+from taktline.split.patches import replaced
 from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, State, Step, Value
-from taktline.split.torch_functions import EFFECTS, METADATA, SIZES
 from taktline.split.user_code import line_of_user
 from taktline.split.without_data import Fakes, NeedsData, is_fake, is_transformed
 
+_SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"))
+"""Functions that read sizes, which may depend on data."""
+_EFFECTS = frozenset(
+    ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "call_aside")
+)
+"""Functions that do something beside what they return."""
 OWN_OF_MODULES = frozenset(vars(nn.Module()))
 """The attributes that each module has."""
 
@@ -68,11 +67,9 @@ class Recorder(TorchFunctionMode):
             first = self.states.setdefault(id(tensor), State(name)).name
             aliases[first] = (*aliases.get(first, ()), name)
         self.unit_names = {id(module): name for name, module in reversed(empty.modules.items())}
-        self.units_of_inner = {
-            id(part): (name, path)
-            for name, module in (("", empty.model), *empty.modules.items())
-            for path, part in module.named_modules()
-        }
+        self.module_names = {id(module): name for name, module in empty.model.named_modules()}
+        self.inner_names: dict[int, str] = {}
+        """The names of the modules inside of the unit that runs."""
         self.record = Record(
             given=((), {}),
             steps=[],
@@ -90,24 +87,10 @@ class Recorder(TorchFunctionMode):
         """Whether what this thread calls now is a step."""
         return not self.is_inside and threading.get_ident() == self.thread
 
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Let nothing that runs meanwhile be a step."""
-        before, self.is_inside = self.is_inside, True
-        try:
-            yield
-        finally:
-            self.is_inside = before
-
-    @contextmanager
-    def region(self, preserves_rng: bool) -> Iterator[None]:
-        """Steps inside of a checkpoint."""
-        before = self.regions
-        self.regions = (*before, Region(len(self.record.steps), preserves_rng))
-        try:
-            yield
-        finally:
-            self.regions = before
+    def region(self, preserves_rng: bool) -> AbstractContextManager[None]:
+        """Let steps be inside of a checkpoint."""
+        region = Region(len(self.record.steps), preserves_rng)
+        return replaced(self, regions=(*self.regions, region))
 
     # What tensors are called
 
@@ -149,10 +132,6 @@ class Recorder(TorchFunctionMode):
         self.kept.append(tensor)
         return tensor
 
-    def template(self, nested: Any) -> Any:
-        """Nested values with references in the places of tensors."""
-        return mapped(nested, self.reference)
-
     def _left_by_unit(self, tensor: torch.Tensor) -> Value:
         """The value of a tensor that a unit has left elsewhere than in its output."""
         where = "inside" if id(tensor) in self.inner_outputs else "attribute"
@@ -176,9 +155,9 @@ class Recorder(TorchFunctionMode):
             "from the submodule, or keep it in an attribute of it"
         )
 
-    def add_step(self, kind: Kind, target: Any, args: Any, kwargs: Any) -> Step:
+    def add_step(self, kind: Kind, target: Any, given: Call) -> Step:
         """Add a step in the present modes."""
-        modes = Modes.now(self.devices)
+        (args, kwargs), modes = mapped(given, self.reference), Modes.now(self.devices)
         step = Step(kind, target, args, kwargs, None, modes, line_of_user(), self.regions)
         self.record.steps.append(step)
         return step
@@ -192,17 +171,14 @@ class Recorder(TorchFunctionMode):
         """Call a function, and record it if the forward itself calls it."""
         if not self.is_recording:
             return func(*args, **kwargs)
-        with self.unrecorded():
+        with replaced(self, is_inside=True):
             return self._function(func, args, kwargs)
 
     def _function(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         given, name = all_tensors((args, kwargs)), _name_of(func)
         sized = [tensor for tensor in given if self.known(tensor) in self.record.sized]
-        if name == "data_ptr" or (name in SIZES and sized):
+        if name == "data_ptr" or (name in _SIZES and sized):
             raise _needs_data(name)
-        if (name in METADATA and given) or func is torch.manual_seed:
-            return func(*args, **kwargs)
-        template = self.template((args, kwargs))
         own = kwargs.get("generator")
         if own is not None:
             self.generators.setdefault(id(own), (own, own.get_state()))
@@ -215,14 +191,18 @@ class Recorder(TorchFunctionMode):
                     raise _needs_data(name) from error
                 raise
         tensors = all_tensors(output)
-        if not tensors and not writes and name not in EFFECTS:
-            # A function that can run without data reads none.
-            if given and self.fakes.have_data(given) and output is not None:
-                self._note_read(func, template, output)
+        if not tensors and not writes and name not in _EFFECTS:
+            if (
+                given
+                and not (output is None or isinstance(output, (torch.Size, torch.dtype)))
+                and self.fakes.have_data(given)
+                and self.fakes.depends_on_data(func, args, kwargs)
+            ):
+                self._note_read(func, (args, kwargs), output)
             return output
-        step = self.add_step(Kind.CALL, func, *template)
+        step = self.add_step(Kind.CALL, func, (args, kwargs))
         draws = before is not None and before != self._random_state()
-        step.draws = draws or name in EFFECTS or own is not None
+        step.draws = draws or name in _EFFECTS or own is not None
         step.writes = frozenset(writes)
         step.output = self.outputs(output, f"{name} ({step.line})")
         is_free = not step.draws and self.unknown.isdisjoint(step.reads)
@@ -233,18 +213,17 @@ class Recorder(TorchFunctionMode):
             if is_sized and is_free:
                 # Those that depend on random numbers cannot be compared beforehand.
                 for tensor in tensors:
-                    self._note_read(size_of, ((self.reference(tensor),), {}), tuple(tensor.shape))
+                    self._note_read(torch.Tensor.size, ((tensor,), {}), tensor.shape)
                 return output
         if sized or is_sized:
             self.record.sized.update(step.makes)
         return output
 
-    def _note_read(self, func: Any, template: Call, output: Any) -> None:
+    def _note_read(self, func: Any, given: Call, output: Any) -> None:
         """Record what was read, to compare it with what later calls read."""
-        if not isinstance(output, torch.Size):
-            step = self.add_step(Kind.READ, func, *template)
-            step.output = output
-            step.is_known = self.unknown.isdisjoint(step.reads)
+        step = self.add_step(Kind.READ, func, given)
+        step.output = output
+        step.is_known = self.unknown.isdisjoint(step.reads)
 
     def _random_state(self) -> Any:
         state = torch.default_generator.get_state().numpy().tobytes()
@@ -257,12 +236,14 @@ class Recorder(TorchFunctionMode):
     def module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module; if it is a unit, record it."""
         if self.is_recording and id(module) in self.unit_names:
-            with self.unrecorded():
+            with replaced(self, is_inside=True):
                 output = self._unit(module, call, (args, kwargs))
         else:
             output = call(*args, **kwargs)
-        if threading.get_ident() == self.thread and id(module) in self.units_of_inner:
-            self._note_inner(*self.units_of_inner[id(module)], output)
+        if threading.get_ident() == self.thread and id(module) in self.module_names:
+            self.record.runs[self.module_names[id(module)]] += 1
+            if self.is_inside and (path := self.inner_names.get(id(module))):
+                self._note_inner(path, output)
         return output
 
     def _unit(self, module: nn.Module, call: Callable[..., Any], given: Call) -> Any:
@@ -270,11 +251,12 @@ class Recorder(TorchFunctionMode):
         plain = [part for _, part in walk(given) if is_object(part) and not all_tensors(part)]
         attributes = list(walk(plain))
         opened = mapped(given, self.reference, dict.fromkeys(map(id, plain)))
-        step, known = self.add_step(Kind.UNIT, name, *self.template(given)), len(self.values)
+        step, known = self.add_step(Kind.UNIT, name, given), len(self.values)
         before = self.last_step.pop(name, None)
         step.call = before.call + 1 if before is not None else 0
         self.last_step[name] = step
         self.inner_calls.clear()
+        self.inner_names = {id(part): path for path, part in module.named_modules()}
         buffers = [(b, b._version) for b in module.buffers()]
         with self.fakes.noting_writes(all_tensors(given)) as writes:
             output, is_sized, cost = self.fakes.run_unit(module, call, given)
@@ -285,8 +267,8 @@ class Recorder(TorchFunctionMode):
         if any(buffer._version != version for buffer, version in buffers):
             record.changes_buffers.add(name)
         step.output = self.outputs(output, f"{name} (its output)")
-        for path, tensor in tensors_with_paths(given):  # also what it has put into lists and dicts
-            if self.known(tensor) is None:
+        for path, tensor in walk(given):  # also what it has put into lists and dicts
+            if isinstance(tensor, torch.Tensor) and self.known(tensor) is None:
                 value = self.value(tensor, f"{name} (in its arguments)")
                 step.extras.append(Extra(value, "arguments", "", path))
         made = [value for value in step.makes if value.number >= known]
@@ -295,27 +277,19 @@ class Recorder(TorchFunctionMode):
             record.sized.update(made)
         return output
 
-    def _note_inner(self, name: str, path: str, output: Any) -> None:
-        """Note the output of a module that may be inside of a unit."""
-        self.record.runs[joined(name, path)] += 1
-        step = self.last_step.get(name)
-        if step is None or not self.is_inside or not path:
-            return
-        call = self.inner_calls[path]
+    def _note_inner(self, path: str, output: Any) -> None:
+        """Note the output of a module inside of the unit that runs."""
+        step, call = next(reversed(self.last_step.values())), self.inner_calls[path]
         self.inner_calls[path] += 1
-        for at, tensor in tensors_with_paths(output):
-            self.inner_outputs.setdefault(id(tensor), (step, path, at, call))
-            self.kept.append(tensor)
+        for at, tensor in walk(output):
+            if isinstance(tensor, torch.Tensor):
+                self.inner_outputs.setdefault(id(tensor), (step, path, at, call))
+                self.kept.append(tensor)
 
 
 def _differ(one: Sequence[tuple[Path, Any]], other: Sequence[tuple[Path, Any]]) -> bool:
     pairs = zip(one, other, strict=False)
     return len(one) != len(other) or any(a is not b or p != q for (p, a), (q, b) in pairs)
-
-
-def size_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a tensor, where its sizes depend on data."""
-    return tuple(tensor.shape)
 
 
 def _needs_data(name: str) -> PartitionError:

@@ -17,7 +17,7 @@ from taktline.split.balanced.layers import find_reused, find_starts, open_layers
 from taktline.split.balanced.times import Measure, measure_times
 from taktline.split.by_names import as_call, example_call, pieces_of, without_compiler
 from taktline.split.empty_model import EmptyModel
-from taktline.split.repeat import record_twice
+from taktline.split.record import record_twice
 from taktline.split.stages import Pieces
 from taktline.split.steps import Cut, Record
 from taktline.text import counted, table
