@@ -9,7 +9,6 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,72 +30,54 @@ _generator = private(
 def replaced(holder: Any, **values: Any) -> Iterator[None]:
     """Let attributes have other values for a while."""
     before = {name: vars(holder)[name] for name in values if name in vars(holder)}
-    for name, value in values.items():
-        setattr(holder, name, value)
     try:
+        for name, value in values.items():
+            setattr(holder, name, value)
         yield
     finally:
         for name in values:
-            if name in before:
-                setattr(holder, name, before[name])
-            else:
-                delattr(holder, name)
+            delattr(holder, name)
+        for name, value in before.items():
+            setattr(holder, name, value)
 
 
 @contextmanager
-def patched(recorder: Any, empty: Any) -> Iterator[None]:
+def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
     """Let calls of modules, functions of autograd, checkpoints and skips come to a recorder."""
     if reason := missing(_generator):
         raise TorchVersionError(reason)
     function, checkpoints = torch.autograd.Function, vars(torch_checkpoint)
-    apply = _apply(recorder, inspect.getattr_static(function, "apply"))
-    region = _region(recorder, checkpoints[_GENERATOR])
-    kinds = {kind for module in empty.model.modules() for kind in type(module).__mro__}
+    before_apply = inspect.getattr_static(function, "apply")
+    before_region = checkpoints[_GENERATOR]
+
+    def calling(before: Any) -> Any:
+        return lambda self, *args, **kwargs: recorder.module(self, before, args, kwargs)
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_recording and kind is torch_checkpoint.CheckpointFunction:
+            run, preserves, *rest = args
+            with recorder.region(bool(preserves)):
+                return run(*rest)
+        return recorder.function(before_apply.__get__(None, kind), args, kwargs)
+
+    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if not recorder.is_recording:
+            yield from before_region(*args, **kwargs)
+            return
+        given = inspect.signature(before_region).bind(*args, **kwargs).arguments
+        with recorder.region(bool(given.get("preserve_rng_state", True))):
+            yield
+
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     with ExitStack() as stack:
         for kind in (kind for kind in kinds if "__call__" in vars(kind)):
-            call = _call(recorder, vars(kind)["__call__"])
-            stack.enter_context(replaced(kind, __call__=call))
-        stack.enter_context(replaced(function, apply=apply))
+            stack.enter_context(replaced(kind, __call__=calling(vars(kind)["__call__"])))
+        stack.enter_context(replaced(function, apply=classmethod(apply)))
         stack.enter_context(replaced(torch_checkpoint, **{_GENERATOR: region}))
         # What torch writes of operations that cannot run without data.
         stack.enter_context(replaced(logging.getLogger(_LOG), disabled=True))
         stack.enter_context(RecordedAside(recorder))
         yield
-
-
-def _call(recorder: Any, before: Any) -> Any:
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.module(self, partial(before, self), args, kwargs)
-
-    return call
-
-
-def _apply(recorder: Any, before: Any) -> Any:
-    """For functions of autograd, and re-entrant checkpoints among them."""
-
-    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        original = before.__get__(None, kind)
-        if recorder.is_recording and kind is torch_checkpoint.CheckpointFunction:
-            run, preserves, *rest = args
-            with recorder.region(bool(preserves)):
-                return run(*rest)
-        return recorder.function(original, args, kwargs)
-
-    return classmethod(apply)
-
-
-def _region(recorder: Any, before: Any) -> Any:
-    """For checkpoints that are not re-entrant."""
-
-    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if not recorder.is_recording:
-            yield from before(*args, **kwargs)
-            return
-        given = inspect.signature(before).bind(*args, **kwargs).arguments
-        with recorder.region(bool(given.get("preserve_rng_state", True))):
-            yield
-
-    return generator
 
 
 class RecordedAside(Aside):

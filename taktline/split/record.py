@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -38,21 +40,23 @@ _DEPTH = 4
 
 def record_twice(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record:
     """The record of a call; raises if no two records are alike."""
-    last, state, changed, found = None, {}, "", None
+    runs: list[tuple[Record, dict[str, str]]] = []
+    changed: list[str] = []
+    found = None
     for attempt in range(3):  # a first call may fill a cache of the model
         with _seeded(attempt):
-            made = _record(empty, call, casts)
-        before, state = state, _state_of(empty)
-        if last is not None:
-            changed, found = _changed(before, state), _first_difference(last, made)
+            runs.append((_record(empty, call, casts), _state_of(empty)))
+        if attempt:
+            (last, before), (made, after) = runs[-2:]
+            changed = [name for name in after if before.get(name) != after[name]]
+            found = _first_difference(last, made)
             if not changed and found is None:
                 return made
-        last = made
     if changed:
         raise PartitionError(
-            f"the forward of {empty.kind.__name__} changes its attribute {changed!r} in each call, "
-            "which stages cannot follow; keep what changes in a buffer, and change it in place, "
-            "or in a submodule that one stage runs"
+            f"the forward of {empty.kind.__name__} changes its attribute {changed[0]!r} in each "
+            "call, which stages cannot follow; keep what changes in a buffer, and change it in "
+            "place, or in a submodule that one stage runs"
         )
     raise PartitionError(
         f"{found} does something else in each call: it depends on a number that Python, numpy or a "
@@ -85,18 +89,18 @@ def _record(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record
         _lock,
         keep_generators([device]),
         torch.compiler.set_stance("force_eager"),
-        empty.filled(fakes.filled),
+        empty.filled(partial(fakes.fresh, device=device)),
     ):
         recorder = Recorder(empty, fakes, tuple(dict.fromkeys(("cpu", device.type))))
         made = recorder.record
         args, kwargs = pytree.tree_map(
-            fakes.argument, call, is_leaf=lambda part: isinstance(part, Absent)
+            fakes.fresh, call, is_leaf=lambda part: isinstance(part, Absent)
         )
         made.given = mapped(
             (args, kwargs), lambda tensor: recorder.value(tensor, "an argument of the model")
         )
         try:
-            with patched(recorder, empty), recorder:
+            with patched(recorder, empty.model), recorder:
                 output = empty.model(*args, **kwargs)
         except PartitionError:
             raise
@@ -115,61 +119,48 @@ def _record(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record
 
 def _require_no_new_buffers(empty: EmptyModel, recorder: Recorder) -> None:
     """Raise if the forward itself has set a buffer to a tensor that differs in each call."""
-    for path, module in outer_modules(empty):
-        for key, tensor in module._buffers.items():
-            value = recorder.values.get(id(tensor))
-            name = joined(path, key)
-            if value is not None and _differs_in_each_call(recorder.record, value, State(name)):
-                raise PartitionError(
-                    f"the forward of {empty.kind.__name__} sets its buffer {name!r} to a new "
-                    "tensor, which stages cannot follow; change it in place, with copy_()"
-                )
+    buffers = [(joined(p, key), t) for p, m in _outer(empty) for key, t in m._buffers.items()]
+    for name, tensor in buffers:
+        needed = {recorder.values.get(id(tensor))} - {None}
+        differs = False
+        for step in reversed(recorder.record.steps if needed else ()):
+            if not needed.isdisjoint(step.makes):
+                needed.update(step.reads)
+                differs |= step.kind is Kind.UNIT or step.draws or State(name) in step.states
+        if differs or not needed.isdisjoint(parts_in(recorder.record.given, Value)):
+            raise PartitionError(
+                f"the forward of {empty.kind.__name__} sets its buffer {name!r} to a new tensor, "
+                "which stages cannot follow; change it in place, with copy_()"
+            )
 
 
-def outer_modules(empty: EmptyModel) -> list[tuple[str, nn.Module]]:
+def _outer(empty: EmptyModel) -> list[tuple[str, nn.Module]]:
     """The modules that are in no unit, with their names."""
     inside = {id(part) for unit in empty.modules.values() for part in unit.modules()}
     return [(name, m) for name, m in empty.model.named_modules() if id(m) not in inside]
 
 
-def _differs_in_each_call(record: Record, value: Value, buffer: State) -> bool:
-    """Whether a value depends on arguments, on what units compute, or on a buffer."""
-    needed = {value}
-    for step in reversed(record.steps):
-        if not needed.isdisjoint(step.makes):
-            if step.kind is Kind.UNIT or step.draws or buffer in step.states:
-                return True
-            needed.update(step.reads)
-    return not needed.isdisjoint(parts_in(record.given, Value))
-
-
-def _state_of(empty: EmptyModel) -> dict[str, Any]:
+def _state_of(empty: EmptyModel) -> dict[str, str]:
     """The attributes of the modules that are in no unit, as far as they compare."""
     return {
-        joined(path, key): [
-            (at, part if isinstance(part, _CONSTANTS) else type(part))
-            for at, part in walk(value)
-            if len(at) < _DEPTH
-        ]
-        for path, module in outer_modules(empty)
+        joined(path, key): repr(
+            [
+                (at, part if isinstance(part, _CONSTANTS) else type(part))
+                for at, part in walk(value)
+                if len(at) < _DEPTH
+            ]
+        )
+        for path, module in _outer(empty)
         for key, value in vars(module).items()
         if key not in OWN_OF_MODULES
     }
 
 
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The name of an attribute that has changed."""
-    names = (name for name in after if repr(before.get(name)) != repr(after[name]))
-    return next(names, "")
-
-
 def _first_difference(one: Record, other: Record) -> str | None:
     """The line of the first step in which two records differ; None if they are alike."""
-    for first, second in zip(one.steps, other.steps, strict=False):
-        if not _same(_summary(first), _summary(second)):
-            return second.line
-    if len(one.steps) != len(other.steps):
-        return max(one.steps, other.steps, key=len)[min(len(one.steps), len(other.steps))].line
+    for first, second in zip_longest(one.steps, other.steps):
+        if not (first and second and _same(_summary(first), _summary(second))):
+            return (second or first).line
     return None if _same(one.result, other.result) else "the output of the forward"
 
 

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -237,9 +238,9 @@ class Recorder(TorchFunctionMode):
         """Call a module; if it is a unit, record it."""
         if self.is_recording and id(module) in self.unit_names:
             with replaced(self, is_inside=True):
-                output = self._unit(module, call, (args, kwargs))
+                output = self._unit(module, partial(call, module), (args, kwargs))
         else:
-            output = call(*args, **kwargs)
+            output = call(module, *args, **kwargs)
         if threading.get_ident() == self.thread and id(module) in self.module_names:
             self.record.runs[self.module_names[id(module)]] += 1
             if self.is_inside and (path := self.inner_names.get(id(module))):

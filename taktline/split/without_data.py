@@ -79,8 +79,7 @@ class Fakes:
         self._storages[found] = storage
         return self._same.get(found, found)
 
-    def empty(self, tensor: torch.Tensor | Absent) -> torch.Tensor:
-        """A tensor without data like another one."""
+    def _empty(self, tensor: torch.Tensor | Absent) -> torch.Tensor:
         with self.mode:
             if isinstance(tensor, Absent):
                 return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
@@ -91,17 +90,14 @@ class Fakes:
                 return nn.Parameter(made, tensor.requires_grad)
             return made.requires_grad_(tensor.requires_grad)
 
-    def filled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a recorded forward has in the place of a tensor of the model."""
-        if tensor.is_meta or isinstance(tensor, nn.Parameter):
-            return self.empty(tensor)
-        return tensor.detach().to(self.device, copy=True)
-
-    def argument(self, given: Any) -> Any:
-        """What a recorded forward gets as an argument, or in the place of a part of it."""
-        if isinstance(given, torch.Tensor) and has_data([given]):
-            return given.detach().clone().requires_grad_(given.requires_grad)
-        return self.empty(given) if isinstance(given, (torch.Tensor, Absent)) else given
+    def fresh(self, given: Any, device: torch.device | None = None) -> Any:
+        """What a recorded forward has in the place of an argument, or of a tensor of the model."""
+        if not isinstance(given, (torch.Tensor, Absent)):
+            return given
+        if isinstance(given, (Absent, nn.Parameter)) or not has_data([given]):
+            return self._empty(given)
+        made = given.detach().to(device or given.device, copy=True)
+        return made.requires_grad_(given.requires_grad)
 
     def _as_fake(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor without data, of some type, in the place of another; the same each time."""
