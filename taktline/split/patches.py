@@ -35,10 +35,11 @@ def replaced(holder: Any, **values: Any) -> Iterator[None]:
             setattr(holder, name, value)
         yield
     finally:
-        for name in values:
-            delattr(holder, name)
-        for name, value in before.items():
-            setattr(holder, name, value)
+        for name in values:  # at no time without it: other threads may use it
+            if name in before:
+                setattr(holder, name, before[name])
+            else:
+                delattr(holder, name)
 
 
 @contextmanager

@@ -47,8 +47,6 @@ class Recorder(TorchFunctionMode):
         """Whether a unit or a function runs, whose own calls are not steps."""
         self.thread = threading.get_ident()
         self.values: dict[int, Value] = {}
-        self.kept: list[Any] = []
-        """Tensors whose ids are noted, which others must not get."""
         self.unknown: set[Value] = set()
         """Values that do not depend on arguments alone."""
         self.regions: tuple[Region, ...] = ()
@@ -63,6 +61,8 @@ class Recorder(TorchFunctionMode):
             *empty.model.named_parameters(remove_duplicate=False),
             *empty.model.named_buffers(remove_duplicate=False),
         ]
+        self.kept: list[torch.Tensor] = [tensor for _, tensor in named]
+        """Those whose ids are noted, which others must not get."""
         aliases: dict[str, tuple[str, ...]] = {}
         for name, tensor in named:
             first = self.states.setdefault(id(tensor), State(name)).name
