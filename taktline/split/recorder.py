@@ -33,6 +33,7 @@ _EFFECTS = frozenset(
     ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "call_aside")
 )
 """Functions that do something beside what they return."""
+_CALL = nn.Module.__call__
 OWN_OF_MODULES = frozenset(vars(nn.Module()))
 """The attributes that each module has."""
 
@@ -241,7 +242,8 @@ class Recorder(TorchFunctionMode):
                 output = self._unit(module, partial(call, module), (args, kwargs))
         else:
             output = call(module, *args, **kwargs)
-        if threading.get_ident() == self.thread and id(module) in self.module_names:
+        is_here = threading.get_ident() == self.thread and id(module) in self.module_names
+        if is_here and call is _CALL:  # once, also if its class has a __call__ of its own
             self.record.runs[self.module_names[id(module)]] += 1
             if self.is_inside and (path := self.inner_names.get(id(module))):
                 self._note_inner(path, output)
