@@ -17,7 +17,7 @@ from taktline.split.arguments import Call
 from taktline.split.by_names import as_call, pieces_of, without_compiler
 from taktline.split.cut import Placement
 from taktline.split.empty_model import EmptyModel, ancestors, joined
-from taktline.split.repeat import record_twice
+from taktline.split.record import record_twice
 from taktline.split.stages import Pieces
 from taktline.split.steps import Cut, Record
 from taktline.split.times import Measure, measure_times

@@ -6,9 +6,9 @@ In other threads all is as before, and so it is everywhere once the recording ha
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from taktline.errors import TorchVersionError
 from taktline.private import missing, private
+from taktline.side_values import Aside, current_aside
 
+_LOG = "torch._subclasses.fake_tensor"
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _generator = private(
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator", "a recorded forward"
@@ -25,85 +27,86 @@ _generator = private(
 
 
 @contextmanager
-def patched(recorder: Any, empty: Any) -> Iterator[None]:
-    """Let calls of units, functions of autograd and checkpoints come to a recorder."""
-    with ExitStack() as stack:
-        for module in empty.modules.values():
-            stack.enter_context(_calling(module, recorder))
-        for module in empty.model.modules():
-            hook = module.register_forward_hook(partial(_note, recorder))
-            stack.callback(hook.remove)
-        stack.enter_context(_functions(recorder))
-        stack.enter_context(_checkpoints(recorder))
-        yield
-
-
-def _note(recorder: Any, module: nn.Module, _: Any, output: Any) -> None:
-    recorder.note_inner(module, output)
-
-
-@contextmanager
-def _calling(module: nn.Module, recorder: Any) -> Iterator[None]:
-    """Let a unit without data be recorded when it is called."""
-    kind = type(module)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.unit(self, partial(kind.__call__, self), args, kwargs)
-
-    texts = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": call, **texts})
+def replaced(holder: Any, **values: Any) -> Iterator[None]:
+    """Let attributes have other values for a while."""
+    before = {name: vars(holder)[name] for name in values if name in vars(holder)}
     try:
+        for name, value in values.items():
+            setattr(holder, name, value)
         yield
     finally:
-        module.__class__ = kind
+        for name in values:  # at no time without it: other threads may use it
+            if name in before:
+                setattr(holder, name, before[name])
+            else:
+                delattr(holder, name)
 
 
 @contextmanager
-def _functions(recorder: Any) -> Iterator[None]:
-    """Let functions of autograd, and re-entrant checkpoints among them, be recorded."""
-    function: Any = torch.autograd.Function
-    own = vars(function).get("apply")
-    before: Any = inspect.getattr_static(function, "apply")
+def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
+    """Let calls of modules, functions of autograd, checkpoints and skips come to a recorder."""
+    if reason := missing(_generator):
+        raise TorchVersionError(reason)
+    function, checkpoints = torch.autograd.Function, vars(torch_checkpoint)
+    before_apply = inspect.getattr_static(function, "apply")
+    before_region = checkpoints[_GENERATOR]
+
+    def calling(before: Any) -> Any:
+        return lambda self, *args, **kwargs: recorder.module(self, before, args, kwargs)
 
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        original = before.__get__(None, kind)
-        if recorder.is_inside or not recorder.is_here():
-            return original(*args, **kwargs)
-        if kind is torch_checkpoint.CheckpointFunction:
+        if recorder.is_recording and kind is torch_checkpoint.CheckpointFunction:
             run, preserves, *rest = args
             with recorder.region(bool(preserves)):
                 return run(*rest)
-        recorder.require_no_modules((args, kwargs))
-        return recorder.function(original, args, kwargs)
+        return recorder.function(before_apply.__get__(None, kind), args, kwargs)
 
-    function.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        if own is None:
-            del function.apply
-        else:
-            function.apply = own
-
-
-@contextmanager
-def _checkpoints(recorder: Any) -> Iterator[None]:
-    """Let what runs in checkpoints that are not re-entrant be recorded as a region."""
-    if reason := missing(_generator):
-        raise TorchVersionError(reason)
-    names: Any = torch_checkpoint.__dict__
-    before = names[_GENERATOR]
-
-    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if recorder.is_inside or not recorder.is_here():
-            yield from before(*args, **kwargs)
+    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if not recorder.is_recording:
+            yield from before_region(*args, **kwargs)
             return
-        given = inspect.signature(before).bind(*args, **kwargs).arguments
+        given = inspect.signature(before_region).bind(*args, **kwargs).arguments
         with recorder.region(bool(given.get("preserve_rng_state", True))):
             yield
 
-    names[_GENERATOR] = generator
-    try:
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    with ExitStack() as stack:
+        for kind in (kind for kind in kinds if "__call__" in vars(kind)):
+            stack.enter_context(replaced(kind, __call__=calling(vars(kind)["__call__"])))
+        stack.enter_context(replaced(function, apply=classmethod(apply)))
+        stack.enter_context(replaced(torch_checkpoint, **{_GENERATOR: region}))
+        # What torch writes of operations that cannot run without data.
+        stack.enter_context(replaced(logging.getLogger(_LOG), disabled=True))
+        stack.enter_context(RecordedAside(recorder))
         yield
-    finally:
-        names[_GENERATOR] = before
+
+
+class RecordedAside(Aside):
+    """The side values of a forward that is recorded."""
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__(0, {})
+        self._recorder = recorder
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Put a value, and record it."""
+        self._run("put", name, value)
+
+    def get(self, name: str) -> torch.Tensor:
+        """A value that was put before, as the value of a step."""
+        return self._run("get", name)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add a loss, and record it."""
+        self._run("add", loss)
+
+    def _run(self, method: str, *args: Any) -> Any:
+        if self._recorder.is_recording:
+            return self._recorder.function(call_aside, (method, *args), {})
+        found = getattr(super(), method)(*args)
+        return found.view_as(found) if method == "get" else found
+
+
+def call_aside(method: str, *args: Any) -> Any:
+    """Put or get a skip, or add a loss, of the stage that runs."""
+    return getattr(current_aside(), method)(*args)

@@ -22,9 +22,9 @@ from taktline.split.empty_model import EmptyModel
 from taktline.split.hugging_face import require_no_cache, without_cache
 from taktline.split.kinds import key_of
 from taktline.split.program import OtherTypes, Program
-from taktline.split.recorder import Casts
-from taktline.split.repeat import record_twice
+from taktline.split.record import record_twice
 from taktline.split.steps import Cut, Modes, Record
+from taktline.split.without_data import Casts
 from taktline.text import counted
 
 KINDS = 256

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.private import private
+from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.kinds import Absent
-from taktline.split.nested import Node, Object, is_object, mapped, tensors_with_paths
+from taktline.split.nested import all_tensors, children_of, swapped, walk
 from taktline.split.operations import OperationCounter
 
 _WHAT = "a recorded forward"
@@ -28,25 +28,18 @@ _FakeMode = private("torch._subclasses.fake_tensor.FakeTensorMode", _WHAT)
 _with_data = private("torch._subclasses.fake_tensor.unset_fake_temporarily", _WHAT)
 _DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", _WHAT)
 _is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor", _WHAT, otherwise=None)
-_Change = Callable[[torch.Tensor], torch.Tensor]
 
-
-@contextmanager
-def no_data() -> Iterator[None]:
-    """Without what torch writes of operations that cannot run without data."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+Casts = Mapping[torch.dtype, torch.dtype]
 
 
 def has_data(tensors: Sequence[Any]) -> bool:
     """Whether all of these have data."""
-    return not any(
-        isinstance(t, _FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors
-    )
+    return not any(is_fake(t) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether this is a tensor without data."""
+    return isinstance(tensor, _FakeTensor)
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
@@ -55,24 +48,26 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 
 class Fakes:
-    """The tensors without data of one recorded forward, on one device."""
+    """The tensors without data of one recorded forward, on one device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where they are.
+        casts: the types that units return, where they differ from those of the empty model.
+    """
+
+    def __init__(self, device: torch.device, casts: Casts) -> None:
         self.mode = _FakeMode(allow_non_fake_inputs=True)
-        self.device = device
-        self._fakes: dict[int, torch.Tensor] = {}
+        self.device, self._casts = device, casts
+        self._types_inside = {after: before for before, after in casts.items()}
+        self._fakes: dict[int, dict[torch.dtype, torch.Tensor]] = {}
+        """What stands for a tensor, in each type that is needed."""
         self._originals: dict[int, torch.Tensor] = {}
-        self._kept: list[torch.Tensor] = []
+        self._versions: dict[int, int] = {}
+        """Those of what stands for others, when last seen; making one may count as a change."""
         self._storages: dict[int, torch.UntypedStorage] = {}
         """Held, since another one may get the address of one that is freed."""
         self._same: dict[int, int] = {}
         self._written: set[int] = set()
-        self._first_versions: dict[int, int] = {}
-        """Of tensors without data; making one may already count as a change."""
-
-    def is_fake(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has no data."""
-        return isinstance(tensor, _FakeTensor)
 
     def memory(self, tensor: torch.Tensor) -> int:
         """The memory of a tensor; views have the same."""
@@ -84,8 +79,7 @@ class Fakes:
         self._storages[found] = storage
         return self._same.get(found, found)
 
-    def empty(self, tensor: torch.Tensor | Absent) -> torch.Tensor:
-        """A tensor without data like another one."""
+    def _empty(self, tensor: torch.Tensor | Absent) -> torch.Tensor:
         with self.mode:
             if isinstance(tensor, Absent):
                 return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
@@ -96,30 +90,28 @@ class Fakes:
                 return nn.Parameter(made, tensor.requires_grad)
             return made.requires_grad_(tensor.requires_grad)
 
-    def filled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a recorded forward has in the place of a tensor of the model."""
-        if tensor.is_meta or isinstance(tensor, nn.Parameter):
-            return self.empty(tensor)
-        return tensor.detach().to(self.device, copy=True)
+    def fresh(self, given: Any, device: torch.device | None = None) -> Any:
+        """What a recorded forward has in the place of an argument, or of a tensor of the model."""
+        if not isinstance(given, (torch.Tensor, Absent)):
+            return given
+        if isinstance(given, (Absent, nn.Parameter)) or not has_data([given]):
+            return self._empty(given)
+        made = given.detach().to(device or given.device, copy=True)
+        return made.requires_grad_(given.requires_grad)
 
-    def argument(self, given: torch.Tensor | Absent) -> torch.Tensor:
-        """What a recorded forward gets as an argument."""
-        if isinstance(given, Absent) or given.is_meta or isinstance(given, _FakeTensor):
-            return self.empty(given)
-        return given.detach().clone().requires_grad_(given.requires_grad)
-
-    def as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor without data in the place of one that has some; the same each time."""
-        if isinstance(tensor, _FakeTensor):
+    def _as_fake(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor without data, of some type, in the place of another; the same each time."""
+        dtype = dtype or tensor.dtype
+        if is_fake(tensor) and tensor.dtype is dtype:
             return tensor
-        if id(tensor) not in self._fakes:
-            fake = self._new_fake(tensor)
-            self._fakes[id(tensor)] = fake
+        found = self._fakes.setdefault(id(tensor), {})
+        if dtype not in found:
+            fake = (tensor if is_fake(tensor) else self._new_fake(tensor)).to(dtype)
+            found[dtype] = fake
             self._originals[id(fake)] = tensor
-            self._kept += [tensor, fake]
-            self._first_versions[id(fake)] = fake._version
+            self._versions[id(fake)] = fake._version
             self._same[fake.untyped_storage()._cdata] = self.memory(tensor)
-        return self._fakes[id(tensor)]
+        return found[dtype]
 
     def _new_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_nested:
@@ -130,68 +122,67 @@ class Fakes:
         return fake.requires_grad_() if tensor.requires_grad else fake
 
     def original(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with data that one without data stands for, or that itself."""
+        """The tensor that one without data stands for, or that itself."""
         return self._originals.get(id(tensor), tensor)
 
     def have_data(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors have data, and it is right."""
-        return not any(
-            isinstance(each, _FakeTensor) or self.memory(each) in self._written for each in tensors
-        )
-
-    def run(self, func: Callable[..., Any], args: Any, kwargs: Any, given: Any) -> Any:
-        """Call a function, with data if all that it gets has some."""
-        if self.have_data(given):
-            return func(*args, **kwargs)
-        args, kwargs = built(mapped((args, kwargs), self.as_fake))
-        return self.restored(func(*args, **kwargs))
-
-    def run_filled(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function whose result has a size that depends on data, which is made up."""
-        args, kwargs = built(mapped((args, kwargs), self.as_fake))
-        with self.mode, _Filled(self, 1):
-            return func(*args, **kwargs)
-
-    def restored(self, output: Any) -> Any:
-        """An output with the tensors that have data, where it is one of those."""
-        if isinstance(output, torch.Tensor):
-            return self.original(output)
-        if any(id(tensor) in self._originals for _, tensor in tensors_with_paths(output)):
-            return built(mapped(output, self.original))
-        return output
+        return not any(is_fake(each) or self.memory(each) in self._written for each in tensors)
 
     @contextmanager
     def noting_writes(self, given: Sequence[torch.Tensor]) -> Iterator[list[int]]:
         """Note the memory that is changed meanwhile."""
-        pairs = [(each, each) for each in given]
-        pairs += [(each, self._fakes[id(each)]) for each in given if id(each) in self._fakes]
-        before = [(each, used, used._version) for each, used in pairs if not used.is_inference()]
-        known = {id(used) for _, used in pairs}
+        before = [(each, each._version) for each in given if not each.is_inference()]
         found: list[int] = []
         yield found
-        for each in given:
-            used = self._fakes.get(id(each))
-            if used is not None and id(used) not in known:
-                before.append((each, used, self._first_versions[id(used)]))
-        for each, used, version in before:
-            if used._version != version:
+        for each, version in before:
+            if each._version != version:
                 found.append(self.memory(each))
-                if used is not each:
+            for fake in self._fakes.get(id(each), {}).values():
+                if fake._version != self._versions[id(fake)]:
+                    self._versions[id(fake)] = fake._version
+                    found.append(self.memory(each))
                     self._written.add(self.memory(each))
 
-    def depends_on_data(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Whether the data of its arguments decides the shape of what a function returns."""
+    @contextmanager
+    def _faked(self, given: Call, types: Casts | None = None) -> Iterator[Call]:
+        """Let arguments have no data meanwhile, and other types."""
+        types = types or {}
         try:
-            with torch.no_grad(), self.mode:
-                func(*built(mapped(args, self._new_fake)), **built(mapped(kwargs, self._new_fake)))
-        except (NeedsData, NeedsSizes):
-            return True
+            yield swapped(given, lambda each: self._as_fake(each, types.get(each.dtype)))
+        finally:
+            swapped(given, self.original)
+
+    def run(
+        self, func: Callable[..., Any], args: Args, kwargs: Kwargs, given: Sequence[torch.Tensor]
+    ) -> tuple[Any, bool]:
+        """Call a function, with data if all that it gets has some.
+
+        Also returns whether data decides the size of its result; then the size is made up.
+        """
+        if self.have_data(given):
+            return func(*args, **kwargs), False
+        is_sized = False
+        with self._faked((args, kwargs)) as (args, kwargs):
+            try:
+                output = func(*args, **kwargs)
+            except NeedsSizes:
+                is_sized = True
+                with self.mode, _Filled(self, 1):
+                    output = func(*args, **kwargs)
+        return swapped(output, self.original), is_sized
+
+    def depends_on_data(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
+        """Whether a function needs the data of its arguments to find a number, or a shape."""
+        try:
+            with torch.no_grad(), self._faked((args, kwargs)) as (args, kwargs), self.mode:
+                func(*args, **kwargs)
         except Exception:
-            return False
+            return True
         return False
 
     def run_unit(
-        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+        self, module: nn.Module, call: Callable[..., Any], given: Call
     ) -> tuple[Any, bool, int]:
         """Call a unit without data.
 
@@ -200,119 +191,67 @@ class Fakes:
         What needs data runs on ones, and once more on zeros. If that fails, the unit runs with
         made-up data, such as one that sorts tokens.
         """
-        try:
-            with self.mode, OperationCounter() as counter, _Filled(self, 1) as filled:
-                output = self._run_unit(call, args, kwargs)
-            is_sized = filled.used and self._is_sized(output, call, args, kwargs)
-            return output, is_sized, counter.cost
-        except PartitionError:
-            raise
-        except Exception as error:
-            # Whatever a module raises that needs data; if it fails with data, too, that counts.
-            first = error
-        try:
-            with OperationCounter() as counter:
-                output = self._run_with_data(module, call, args, kwargs)
-            return output, False, counter.cost
-        except PartitionError:
-            raise
-        except Exception as error:
-            raise error from first
+        is_sized = False
+        with self._faked(given, self._types_inside) as (args, kwargs):
+            try:
+                with self.mode, OperationCounter() as counter, _Filled(self, 1) as filled:
+                    output = call(*args, **kwargs)
+                is_sized = filled.used and self._is_sized(output, call, (args, kwargs))
+            except PartitionError:
+                raise
+            except Exception:
+                # Whatever a module raises that needs data; if it fails with data, too, that counts.
+                with OperationCounter() as counter:
+                    output = self._run_with_data(module, call, (args, kwargs))
+        if self._casts:
+            output = swapped(output, self._cast)
+        return swapped(output, self.original), is_sized, counter.cost
 
-    def _is_sized(self, output: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self._casts.get(tensor.dtype)
+        return tensor if dtype is None else self._as_fake(tensor).to(dtype)
+
+    def _is_sized(self, output: Any, call: Callable[..., Any], given: Call) -> bool:
         """Whether an output has other sizes if other numbers are in what it is made of."""
+        leaves = [part for _, part in walk(given) if children_of(part) is None]
         try:
             with self.mode, _Filled(self, 0), torch.no_grad():
-                given = built(mapped((args, kwargs), lambda one: self.as_fake(one).clone()))
+                copies = {id(x): x.clone() if isinstance(x, torch.Tensor) else x for x in leaves}
+                args, kwargs = copy.deepcopy(given, copies)
                 # What collects outputs, such as router logits, must not see this.
-                other = Context().run(call, *given[0], **given[1])
+                other = Context().run(call, *args, **kwargs)
         except Exception:
             return False
-        one, two = tensors_with_paths(output), tensors_with_paths(other)
-        return [t.shape for _, t in one] != [t.shape for _, t in two]
+        return [t.shape for t in all_tensors(output)] != [t.shape for t in all_tensors(other)]
 
-    def _run_with_data(
-        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        tables: list[dict[str, Any]] = [
-            t for m in module.modules() for t in (m._parameters, m._buffers, vars(m))
-        ]
-        before = [dict(table) for table in tables]
+    def _run_with_data(self, module: nn.Module, call: Callable[..., Any], given: Call) -> Any:
+        """Call a unit with small random numbers everywhere."""
         made: dict[int, torch.Tensor] = {}
+        fakes: dict[int, torch.Tensor] = {}
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
-            if not isinstance(tensor, _FakeTensor):
-                return tensor
             if id(tensor) not in made:
-                made[id(tensor)] = _made_up(tensor)
+                made[id(tensor)] = _made_up(tensor) if is_fake(tensor) else tensor
+                fakes.setdefault(id(made[id(tensor)]), tensor)
             return made[id(tensor)]
 
-        try:
-            for table in tables:
-                for key, tensor in table.items():
-                    if isinstance(tensor, torch.Tensor):
-                        table[key] = real(tensor)
-            new_args, new_kwargs = built(mapped((args, kwargs), real))
-            output = call(*new_args, **new_kwargs)
-        finally:
-            for table, items in zip(tables, before, strict=True):
-                table.clear()
-                table.update(items)
-        back = {id(value): key for key, value in made.items()}
-        fakes = {id(t): t for _, t in tensors_with_paths((args, kwargs))}
-
         def fake(tensor: torch.Tensor) -> torch.Tensor:
-            known = fakes.get(back.get(id(tensor), 0))
-            return self._new_fake(tensor.detach()) if known is None else known
+            if id(tensor) in fakes or is_fake(tensor):
+                return fakes.get(id(tensor), tensor)
+            return self._new_fake(tensor.detach())
 
-        return built(mapped(output, fake))
-
-    def _run_unit(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        real = [t for _, t in tensors_with_paths((args, kwargs)) if not isinstance(t, _FakeTensor)]
-        if not real:
-            return call(*args, **kwargs)
-        new_args, new_kwargs = built(mapped((args, kwargs), self.as_fake))
-        output = call(*new_args, **new_kwargs)
-        self._follow((args, kwargs), (new_args, new_kwargs))
-        return output
-
-    def _follow(self, old: Any, new: Any) -> Any:
-        """Let lists, dicts and objects have what a unit has changed in their copies."""
-        if isinstance(new, torch.Tensor):
-            return self.original(new)
-        if old is new or type(old) is not type(new):
-            return new
-        if type(new) in (dict, OrderedDict, defaultdict):
-            found = {key: self._follow(old.get(key), part) for key, part in new.items()}
-            old.clear()
-            old.update(found)
-        elif type(new) in (list, deque):
-            parts = [self._follow(one, other) for one, other in zip_longest(old, new)][: len(new)]
-            old.clear()
-            old.extend(parts)
-        elif isinstance(new, tuple):
-            for one, other in zip(old, new, strict=False):
-                self._follow(one, other)
-        elif is_object(new):
-            found = {key: self._follow(vars(old).get(key), p) for key, p in vars(new).items()}
-            vars(old).update(found)
-        return old
-
-
-def built(template: Any) -> Any:
-    """The nested value that a template describes, with the parts that are in it."""
-    if isinstance(template, Object):
-        return Object(template.kind, {k: built(v) for k, v in template.attributes.items()}).build()
-    if isinstance(template, Node):
-        return Node(template.spec, [built(part) for part in template.parts]).build()
-    kind = type(template)
-    if kind is tuple:
-        return tuple([built(part) for part in template])
-    if kind is list:
-        return [built(part) for part in template]
-    if kind is dict:
-        return {key: built(part) for key, part in template.items()}
-    return template
+        tables = [vars(part) for part in module.modules()]
+        tensors = all_tensors(given)
+        try:
+            args, kwargs = swapped(given, real)
+            swapped(tables, real)
+            output = call(*args, **kwargs)
+        finally:
+            swapped((given, tables), fake)
+        for tensor in tensors:
+            if made[id(tensor)] is not tensor and made[id(tensor)]._version:
+                increment_version(tensor)
+        return swapped(output, fake)
 
 
 class _Filled(_DispatchMode):
@@ -346,9 +285,7 @@ class _Filled(_DispatchMode):
 
 def _made_up(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with small random numbers in the place of one without data."""
-    shape, device = tuple(tensor.shape), tensor.device
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        made = torch.zeros(shape, dtype=tensor.dtype, device=device)
-    else:
-        made = torch.randn(shape, device=device).mul_(0.02).to(tensor.dtype)
+    made = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    if tensor.is_floating_point() or tensor.is_complex():
+        made = (torch.randn(made.shape, device=made.device) * 0.02).to(tensor.dtype)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

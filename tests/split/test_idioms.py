@@ -419,6 +419,36 @@ def test_side_values_of_units(body: Any, block: Any) -> None:
     require_same(lambda: Net(body, block), X)
 
 
+class Doubles(nn.Linear):
+    """Has a call of its own, which does more than its forward."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x * 2) + 1
+
+
+def test_a_call_of_its_own() -> None:
+    require_same(lambda: Net(lambda self, x: self.run(self.embed(x)), pair(Doubles)), X)
+
+
+class Counts(nn.Linear):
+    """Counts its calls in an object."""
+
+    def forward(self, x: Tensor, seen: Any) -> Tensor:  # pyright: ignore
+        seen.calls += 1
+        return super().forward(x) * seen.calls
+
+
+def test_an_object_that_refers_to_itself() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        seen = SimpleNamespace(calls=0)
+        seen.other = SimpleNamespace(back=seen)
+        for block in self.blocks:
+            x = block(x, seen)
+        return x
+
+    require_same(lambda: Net(body, pair(Counts)), X)
+
+
 def test_keyword_only_arguments() -> None:
     require_same(lambda: Net(only_keywords), X, factor=2.0, other=X * 3)
     require_same(lambda: Net(only_keywords), X, factor=0.5)
