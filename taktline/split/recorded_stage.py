@@ -124,7 +124,7 @@ class StageRunner:
     def run(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Run the stage; returns what the next one needs, or the model's output."""
         received, call = self._received(args, kwargs)
-        program, tensors = self._program(module, call)
+        program, tensors = self._program(module, call, received)
         expected = len(program.plan.received)
         if len(received) != expected:
             raise PartitionError(
@@ -154,7 +154,9 @@ class StageRunner:
         # Keywords of a rank reach all its stages; the model's came from the stage before.
         return args[0], (args[1], args[2])
 
-    def _program(self, module: nn.Module, call: Call) -> tuple[Program, list[Any]]:
+    def _program(
+        self, module: nn.Module, call: Call, received: tuple[Any, ...]
+    ) -> tuple[Program, list[Any]]:
         """What to run for a call, and the tensors in its arguments."""
         tensors: list[Any] = []
         key = (
@@ -171,17 +173,17 @@ class StageRunner:
                 "pass tensors, numbers and texts, also in lists, dicts and dataclasses"
             ) from None
         for program in programs:
-            if program.holds(module, tensors):
+            if program.holds(module, tensors, received):
                 return program, tensors
         with self.cut.lock:
-            program = self._learn(module, key, call, tensors)
+            program = self._learn(module, key, (call, tensors, received))
             programs.append(program)
             del programs[:-KINDS]
         return program, tensors
 
-    def _learn(self, module: nn.Module, key: Any, call: Call, tensors: list[Any]) -> Program:
+    def _learn(self, module: nn.Module, key: Any, given: tuple[Call, list[Any], Any]) -> Program:
         """A program of what other stages have learned, or else of a new record."""
-        cut, at = self.cut, self.stage
+        (call, tensors, received), cut, at = given, self.cut, self.stage
         cut.empty.follow_types(module)
         key = (*key, cut.empty.retyped, *self.casts.items())
         known, place = len(cut.known(key)), 0
@@ -189,7 +191,7 @@ class StageRunner:
             record, plans = cut.learn(key, call, module.training, place, casts=self.casts)
             rest = plans[at + 1].arguments if at + 1 < len(plans) else None
             program = Program(record, plans[at], rest)
-            if place == known or program.holds(module, tensors):
+            if place == known or program.holds(module, tensors, received):
                 return program
             place += 1
 
