@@ -1,5 +1,17 @@
 """Models cut into stages: by hand, by the names of submodules, or traced with torch.export.
 
+A model that is cut by names runs once, without data, and is recorded. In reading order:
+
+- ``steps``: the steps of a forward, calls of submodules (*units*) and functions of torch between
+  them; ``nested`` finds tensors in nested values;
+- ``empty_model`` is the model without data, ``without_data`` runs its units, ``recorder`` notes the
+  steps, to which ``patches`` leads, and ``record`` records twice and refuses what differs;
+- ``cut`` decides which stage runs a step, and what crosses to the next one;
+- ``program`` runs the steps of a stage, for one of the ``kinds`` of calls, and ``recorded_stage``
+  is the module of a stage;
+- ``by_names`` checks cuts and makes the stages, and ``auto`` finds cuts that cost the same, by
+  ``operations`` or ``times``.
+
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 >>> by_hand([model[:2], model[2:]])

@@ -557,8 +557,7 @@ def test_units_with_adapters() -> None:
 
 
 def test_units_of_data_parallel(tmp_path: Path) -> None:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
 
     def make() -> nn.Module:
         model: Any = Net(lambda self, x: self.head(self.run(self.embed(x))))
@@ -839,7 +838,8 @@ def test_submodules_among_arguments(body: Body) -> None:
 def test_sizes_that_are_tensors() -> None:
     def body(self: Any, x: Tensor, size: Tensor) -> Tensor:
         image = (self.embed.weight * self.scale)[None, None]
-        grown = F.interpolate(image, size=(size[0], size[1]))
+        sizes: Any = tuple(size)
+        grown = F.interpolate(image, size=sizes)
         return self.blocks[2](self.blocks[1](x)) * grown.sum()
 
     model, plain = Net(body), Net(body)
