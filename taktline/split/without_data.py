@@ -225,13 +225,16 @@ class Fakes:
         return [t.shape for t in all_tensors(output)] != [t.shape for t in all_tensors(other)]
 
     def _run_with_data(self, module: nn.Module, call: Callable[..., Any], given: Call) -> Any:
-        """Call a unit with small random numbers everywhere."""
+        """Call a unit with small random numbers where there is no data."""
         made: dict[int, torch.Tensor] = {}
         fakes: dict[int, torch.Tensor] = {}
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in made:
-                made[id(tensor)] = _made_up(tensor) if is_fake(tensor) else tensor
+                origin = self.original(tensor)
+                known = not is_fake(origin) and self.have_data([origin])
+                new = origin.detach().to(tensor.dtype, copy=True) if known else _made_up(tensor)
+                made[id(tensor)] = new if is_fake(tensor) else tensor
                 fakes.setdefault(id(made[id(tensor)]), tensor)
             return made[id(tensor)]
 

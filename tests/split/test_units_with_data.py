@@ -165,3 +165,31 @@ def test_the_shape_may_depend_on_any_constant(first: Any, last: Any) -> None:
     pieces = tl.split.by_names(model, ["head"], example=(x,))
     for _ in range(2):
         torch.testing.assert_close(pieces(x), model(x), rtol=0, atol=0)
+
+
+class Checks(nn.Module):
+    """Raises unless its mask has three rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if int(mask.sum()) != 3:
+            raise ValueError("a mask of three rows")
+        return self.linear(x)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.checks, self.last = nn.Linear(4, 4), Checks(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.last(self.checks(self.first(x), mask))
+
+
+def test_arguments_keep_their_data() -> None:
+    model, x, mask = Masked(), torch.randn(2, 4), torch.ones(3, dtype=torch.int64)
+    pieces = tl.split.by_names(model, ["last"], example=(x, mask))
+    assert torch.equal(pieces(x, mask), model(x, mask))
