@@ -23,6 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import PartitionError
+from taktline.split import recorded_stage
+from taktline.split.record import record_twice
+from taktline.train.measure import measure
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 Body = Callable[..., Any]
@@ -846,3 +849,23 @@ def test_sizes_that_are_tensors() -> None:
     pieces = tl.split.by_names(model, ["blocks.2"], example=(X, torch.tensor([6, 8])))
     for size in ([6, 8], [3, 5], [6, 8]):
         assert torch.equal(pieces(X, torch.tensor(size)), plain(X, torch.tensor(size)))
+
+
+def test_a_run_that_only_counts_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        x = self.run(self.embed(x))
+        steps = torch.arange(4).diff()  # as in the masks of transformers
+        if (steps == 1).all() and not (steps != 1).any():
+            x = x * 2
+        return self.head(x)
+
+    pieces = tl.split.by_names(Net(body), ["blocks.1"], example=(X,))
+    recorded: list[Any] = []
+
+    def record(*args: Any) -> Any:
+        recorded.append(args)
+        return record_twice(*args)
+
+    monkeypatch.setattr(recorded_stage, "record_twice", record)
+    assert measure(list(pieces), (X,)) is not None
+    assert not recorded
