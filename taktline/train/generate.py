@@ -198,7 +198,7 @@ def _generating(
             module = stage.submod
             if new_cache is not None:
                 order = forward_order(program, stage.stage_index)
-                keepers.append(Keeper(module, {part: new_cache() for part in order}))
+                keepers.append(Keeper({part: new_cache() for part in order}))
                 for hook in keepers[-1].hook(module):
                     hooks.callback(hook.remove)
             if stage.is_last:

@@ -58,12 +58,12 @@ def padding_of(mask: torch.Tensor | None, module: nn.Module | None, new: int) ->
 
 
 class Keeper:
-    """The keys and values of one stage for each micro-batch, while it generates.
+    """The keys and values of each micro-batch, while a model in one stage generates.
 
     Hooks pass its modules a cache, and the mask of padded texts.
     """
 
-    def __init__(self, module: nn.Module, caches: Mapping[int, Any]) -> None:
+    def __init__(self, caches: Mapping[int, Any]) -> None:
         """``caches`` are by micro-batch, in the order in which the stage computes them."""
         self._caches = caches
         self._turns = itertools.cycle(caches)
@@ -71,8 +71,6 @@ class Keeper:
         self._new = 0
         self._length = 0
         self._mask: Sequence[torch.Tensor] | None = None
-        layers = [m for m in module.modules() if isinstance(getattr(m, "layer_idx", None), int)]
-        self._own = {m.layer_idx for m in layers if next(m.parameters(), None) is not None}
 
     def hook(self, module: nn.Module) -> list[RemovableHandle]:
         """Register the hooks on a stage."""
@@ -102,14 +100,10 @@ class Keeper:
         return args, {**kwargs, **given, **padding_of(mask, module, self._new)}
 
     def _end(self, *_: Any) -> None:
-        """Give the layers of other stages the same length: masks and positions depend on it."""
+        """Raise if a layer has kept nothing."""
         for number, layer in enumerate(self._caches[self._now].layers):
-            missing = self._length - layer.get_seq_length()
-            if missing and number in self._own:
+            if layer.get_seq_length() != self._length:
                 raise UseError(
                     f"layer {number} does not keep its keys and values as models of transformers "
                     "do; pass use_cache=False"
                 )
-            if missing:
-                nothing = torch.zeros(1, 1, missing, 1)
-                layer.update(nothing, nothing)
