@@ -33,10 +33,10 @@ class Boundaries(dict[int, tuple[Crossing, ...]]):
 
     >>> import taktline as tl, torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    >>> pipe = tl.Pipeline(model, example=(torch.ones(2, 4),), microbatches=2, ranks=2, cuts=["2"])
+    >>> pipe = tl.Pipeline(model, example=(torch.ones(2, 4),), microbatches=2, ranks=2, cuts=["1"])
     >>> print(pipe.boundaries)
-    from  to  what    type     shape   bytes
-    0     1   output  float32  [2, 8]     64
+    from  to  what            type     shape   bytes
+    0     1   0 (its output)  float32  [2, 8]     64
     """
 
     @classmethod
