@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from taktline import pytree
-from taktline.checks import refuse, require_instance, require_iterable
+from taktline.checks import known_keywords, refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
 from taktline.split.arguments import Call, arguments_of, device_of, tensors_in
 from taktline.split.empty_model import EmptyModel
@@ -28,6 +28,7 @@ _log = logging.getLogger("taktline")
 _CUTS = "a list of names of submodules"
 
 
+@known_keywords
 def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> Pieces:
     """Cut a model at submodules that its forward calls.
 

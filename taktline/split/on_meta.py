@@ -136,8 +136,9 @@ def _values(
     unknown = [own[0] for tensor, own in names.items() if tensor not in values]
     if unknown:
         text = "the values are unknown of" if state is None else "the state dict lacks"
+        more = f" and {len(unknown) - 9} more" if len(unknown) > 9 else ""
         raise StateError(
-            f"{text} {', '.join(unknown)}; build the model in taktline.split.deferred(), and "
+            f"{text} {', '.join(unknown[:9])}{more}; build the model in taktline.split.deferred(), and "
             "do not replace its tensors; a state dict needs all parameters, by the model's names",
             names=unknown,
         )
