@@ -138,8 +138,9 @@ def _values(
         text = "the values are unknown of" if state is None else "the state dict lacks"
         more = f" and {len(unknown) - 9} more" if len(unknown) > 9 else ""
         raise StateError(
-            f"{text} {', '.join(unknown[:9])}{more}; build the model in taktline.split.deferred(), and "
-            "do not replace its tensors; a state dict needs all parameters, by the model's names",
+            f"{text} {', '.join(unknown[:9])}{more}; build the model in taktline.split.deferred(), "
+            "and do not replace its tensors; a state dict needs all parameters, by the model's "
+            "names",
             names=unknown,
         )
     return values
