@@ -28,6 +28,20 @@ from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, State,
 from taktline.split.user_code import line_of_user
 from taktline.split.without_data import Fakes, NeedsData, is_fake, is_transformed
 
+_METADATA = frozenset(
+    [
+        *("shape", "size", "dtype", "device", "ndim", "dim", "numel", "nelement", "stride"),
+        *("is_floating_point", "is_complex", "layout", "is_contiguous", "requires_grad", "is_cuda"),
+        *("element_size", "storage_offset", "names", "__len__", "is_nested", "is_sparse"),
+        *("itemsize", "nbytes", "type", "is_leaf", "grad_fn", "is_meta", "_version", "get_device"),
+        *("is_shared", "is_cpu", "is_quantized", "is_mkldnn", "__hash__", "__repr__", "__format__"),
+        *("__str__", "is_inference", "is_signed", "result_type", "is_same_size", "dim_order"),
+        *("output_nr", "is_conj", "is_neg", "is_mps", "is_xpu", "_backward_hooks", "is_pinned"),
+        *("untyped_storage", "is_tensor", "is_storage", "name", "is_sparse_csr", "ndimension"),
+        *("promote_types", "can_cast", "__dir__", "is_xla", "has_names", "__reduce_ex__"),
+    ]
+)
+"""Functions that read what a kind of call has in common: no data."""
 _SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"))
 """Functions that read sizes, which may depend on data."""
 _EFFECTS = frozenset(
@@ -202,9 +216,9 @@ class Recorder(TorchFunctionMode):
         if not tensors and not writes and name not in _EFFECTS:
             if (
                 given
+                and name not in _METADATA
                 and not (output is None or isinstance(output, (torch.Size, torch.dtype)))
                 and self.fakes.have_data(given)
-                and self.fakes.depends_on_data(func, args, kwargs)
             ):
                 self._note_read(func, (args, kwargs), output)
             return output
