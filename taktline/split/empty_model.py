@@ -179,13 +179,16 @@ def _require_own_hooks(model: nn.Module) -> None:
         kept |= {id(v): repr(key) for key, v in own.items() if isinstance(v, (dict, list))}
     for name, module in model.named_modules():
         for hook in (hook for table in _HOOKS[:2] for hook in getattr(module, table).values()):
+            found = None
             for cell in getattr(hook, "__closure__", None) or ():
-                if found := kept.get(id(cell.cell_contents)):
-                    raise PartitionError(
-                        f"a hook of {name!r} refers to {found}, of which its stage has only a "
-                        "part; let the hook keep what it needs in an attribute of its own module, "
-                        "the first argument of hooks"
-                    )
+                with suppress(ValueError):  # a name that has no value
+                    found = found or kept.get(id(cell.cell_contents))
+            if found:
+                raise PartitionError(
+                    f"a hook of {name!r} refers to {found}, of which its stage has only a part; "
+                    "let the hook keep what it needs in an attribute of its own module, the first "
+                    "argument of hooks"
+                )
 
 
 _Table = tuple[dict[str, Any], dict[str, torch.Tensor]]

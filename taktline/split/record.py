@@ -110,10 +110,11 @@ def _record(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record
                 "to record its steps"
             )
             raise
+        finally:
+            for generator, before in recorder.generators.values():
+                generator.set_state(before)
         made.result = mapped(output, recorder.reference)
         _require_no_new_buffers(empty, recorder)
-        for generator, before in recorder.generators.values():
-            generator.set_state(before)
     return made
 
 

@@ -25,29 +25,10 @@ from taktline.split.empty_model import EmptyModel
 from taktline.split.nested import Path, all_tensors, is_object, mapped, walk
 from taktline.split.patches import replaced
 from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, State, Step, Value
+from taktline.split.torch_functions import EFFECTS, METADATA, SIZES
 from taktline.split.user_code import line_of_user
 from taktline.split.without_data import Fakes, NeedsData, is_fake, is_transformed
 
-_METADATA = frozenset(
-    [
-        *("shape", "size", "dtype", "device", "ndim", "dim", "numel", "nelement", "stride"),
-        *("is_floating_point", "is_complex", "layout", "is_contiguous", "requires_grad", "is_cuda"),
-        *("element_size", "storage_offset", "names", "__len__", "is_nested", "is_sparse"),
-        *("itemsize", "nbytes", "type", "is_leaf", "grad_fn", "is_meta", "_version", "get_device"),
-        *("is_shared", "is_cpu", "is_quantized", "is_mkldnn", "__hash__", "__repr__", "__format__"),
-        *("__str__", "is_inference", "is_signed", "result_type", "is_same_size", "dim_order"),
-        *("output_nr", "is_conj", "is_neg", "is_mps", "is_xpu", "_backward_hooks", "is_pinned"),
-        *("untyped_storage", "is_tensor", "is_storage", "name", "is_sparse_csr", "ndimension"),
-        *("promote_types", "can_cast", "__dir__", "is_xla", "has_names", "__reduce_ex__"),
-    ]
-)
-"""Functions that read what a kind of call has in common: no data."""
-_SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"))
-"""Functions that read sizes, which may depend on data."""
-_EFFECTS = frozenset(
-    ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "call_aside")
-)
-"""Functions that do something beside what they return."""
 _CALL = nn.Module.__call__
 OWN_OF_MODULES = frozenset(vars(nn.Module()))
 """The attributes that each module has."""
@@ -196,7 +177,7 @@ class Recorder(TorchFunctionMode):
         if name == "apply":  # a function of autograd, of the user's own
             require_no_modules((args, kwargs))
         sized = [tensor for tensor in given if self.known(tensor) in self.record.sized]
-        if name == "data_ptr" or (name in _SIZES and sized):
+        if name == "data_ptr" or (name in SIZES and sized):
             raise _needs_data(name)
         own = kwargs.get("generator")
         if own is not None:
@@ -213,10 +194,10 @@ class Recorder(TorchFunctionMode):
                     raise _needs_data(name) from error
                 return self._function(func, *read)
         tensors = all_tensors(output)
-        if not tensors and not writes and name not in _EFFECTS:
+        if not tensors and not writes and name not in EFFECTS:
             if (
                 given
-                and name not in _METADATA
+                and name not in METADATA
                 and not (output is None or isinstance(output, (torch.Size, torch.dtype)))
                 and self.fakes.have_data(given)
             ):
@@ -224,7 +205,7 @@ class Recorder(TorchFunctionMode):
             return output
         step = self.add_step(Kind.CALL, func, (args, kwargs))
         draws = before is not None and before != self._random_state()
-        step.draws = draws or name in _EFFECTS or own is not None
+        step.draws = draws or name in EFFECTS or own is not None
         step.writes = frozenset(writes)
         step.output = self.outputs(output, f"{name} ({step.line})")
         is_free = not step.draws and self.unknown.isdisjoint(step.reads)

@@ -610,6 +610,22 @@ def test_a_hook_that_keeps_outputs_for_the_forward() -> None:
     refused(make, r"a hook of 'blocks\.0' refers to the model, .* in an attribute of its own", X)
 
 
+def test_a_hook_with_a_name_that_has_no_value() -> None:
+    later = 0
+
+    def hook(*_: Any) -> None:
+        assert callable(hook) or later
+
+    del later
+
+    def make() -> nn.Module:
+        model: Any = Net(lambda self, x: self.head(self.run(self.embed(x))))
+        model.blocks[0].register_forward_hook(hook)
+        return model
+
+    require_same(make, X)
+
+
 class Clamps(nn.Linear):
     """Keeps its weight in bounds."""
 
@@ -773,6 +789,16 @@ def test_a_generator_of_its_own_is_used_once() -> None:
     found = [pieces(X) for _ in range(2)]
     _OWN.manual_seed(1)
     assert all(map(torch.equal, found, [model(X) for _ in range(2)]))
+
+
+def test_a_refusal_leaves_a_generator_of_its_own() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        x = self.embed(x) * torch.rand(2, 4, generator=_OWN)
+        return self.run(x) if x.mean() > 0 else x
+
+    before = _OWN.get_state()
+    refused(lambda: Net(body), HERE + r".* needs the data", X)
+    assert torch.equal(_OWN.get_state(), before)
 
 
 def test_a_value_is_freed_when_the_next_one_is_there() -> None:
