@@ -614,7 +614,7 @@ def test_a_hook_with_a_name_that_has_no_value() -> None:
     later = 0
 
     def hook(*_: Any) -> None:
-        assert callable(hook) or later
+        assert callable(hook) or later  # noqa: F821
 
     del later
 
