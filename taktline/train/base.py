@@ -1,4 +1,4 @@
-"""The base of a pipeline: what was built, new connections, copies, preemption, and the end."""
+"""The base of a pipeline: what was built, new connections, preemption, and the end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ from taktline.train.metrics import Metrics, StragglerReport
 from taktline.train.preemption import Position, Preemption
 from taktline.train.ranks import Ranks
 from taktline.transport.turn import Turn
-
-_NO_COPY = (
-    "it cannot be copied or pickled; save pipe.state_dict(gathered=True), make another "
-    "pipeline, and load it there"
-)
 
 
 class PipelineBase:
@@ -103,21 +98,11 @@ class PipelineBase:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """In one process: another pipeline, with copies of the model's modules."""
-        if self._ranks.group is not None:
-            raise UseError(f"this pipeline runs over several processes, so {_NO_COPY}")
-        made = type(self).__new__(type(self))
-        asked, report = self._preemption, self._report
-        made._begin(
-            self._loss_fn, None if asked is None else asked.on_preempt, report and report.every
-        )
-        made._live = self._built.copied(memo)
-        made._listen()
-        return made
-
     def __reduce__(self) -> NoReturn:
-        raise UseError(f"a pipeline belongs to its process, so {_NO_COPY}")
+        raise UseError(
+            "a pipeline belongs to its process, so it cannot be copied or pickled; save "
+            "pipe.state_dict(gathered=True), make another pipeline, and load it there"
+        )
 
     def _listen(self) -> None:
         """Let every step ask whether SIGTERM has come."""
