@@ -9,9 +9,8 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from taktline.checkpoint.model_state import HeldModel
-from taktline.checkpoint.processes import Processes
-from taktline.checkpoint.random_state import random_state
+from taktline.checkpoint.model_state import HeldModel, Processes
+from taktline.checkpoint.saving import RandomNumbers
 from taktline.errors import UseError
 from taktline.runtime.schedule import LossFn
 from taktline.train.build import Built
@@ -130,7 +129,7 @@ class PipelineBase:
     def _position(self) -> Position:
         """Where training goes on from here."""
         state = None if self._data is None else copy.deepcopy(self._data.state_dict())
-        return Position(random_state(self._held()), self._data, state)
+        return Position(RandomNumbers(self._held()).state_dict(), self._data, state)
 
     def _held(self) -> HeldModel:
         built = self._built

@@ -24,7 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from taktline.checkpoint import background
+from taktline.checkpoint.saving import wait_for_all
 from taktline.errors import UseError
 
 PREEMPTED = 83
@@ -113,7 +113,7 @@ class Preemption:
         # Launchers end the other ranks as soon as one has ended. Ranks that are not connected
         # any more, or have closed the pipeline, do not wait.
         with suppress(Exception):
-            background.finish()
+            wait_for_all()
             wait()
         self.forget()
         _signals.heard = None

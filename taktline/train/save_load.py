@@ -99,9 +99,8 @@ class SaveLoad(PipelineBase):
             data: an object that knows which batch comes next; saved on every rank that passes it.
             extra: anything else: numbers, texts, tensors, and lists or dicts of these.
             keep: how many saves to keep; by default all.
-            async_save: copy and write everything in the background. The next ``optimizer.step()``
-                waits for the copy, the next save and the end of the program for all of it. The
-                next save raises its error, if there was one.
+            async_save: copy everything now, and write it in the background. The next save and the
+                end of the program wait for it. The next save raises its error, if there was one.
 
         >>> import tempfile
         >>> import taktline as tl

@@ -9,7 +9,6 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from taktline.checkpoint.background import settle
 from taktline.checkpoint.model_state import ModelState, foremost
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
@@ -100,7 +99,6 @@ def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: 
         foreign = [name for name in state if name not in model.names and name not in held]
         if foreign:
             raise MismatchError(f"the model lacks {first_of(foreign)} of the state; {_ADVICE}")
-    settle()
     with torch.no_grad():
         for name, tensor in (*(each[:2] for each in model.held()), *model.rest.items()):
             if name in known:
