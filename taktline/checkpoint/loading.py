@@ -136,31 +136,25 @@ class _Loading:
     def _stored_names(self) -> dict[str, str]:
         """The name in the checkpoint for each tensor of the model; raises if one is missing."""
         model, path = self._model, self.path
-        tensors = self._checkpoint.tensors
-        saved = [name.removeprefix("model/") for name in tensors if name.startswith("model/")]
         alike = joined([self._checkpoint.aliases, model.aliases])
-        known = {alike.get(name, name): name for name in saved} | {name: name for name in saved}
-        stored = {
-            name: known.get(name, known.get(alike.get(name, name), ""))
-            for name in (held.name for held in model.held)
-        }
-        missing = [name for name, found in stored.items() if not found]
-        if missing:
+        saved: dict[str, str] = {}
+        for name in self._checkpoint.tensors:
+            if name.startswith("model/"):
+                name = name.removeprefix("model/")
+                other = saved.setdefault(alike.get(name, name), name)
+                if other != name:
+                    raise CheckpointError(
+                        f"{other} and {name} are one weight in the model, and two in {path}"
+                    )
+        held = {each.name: alike.get(each.name, each.name) for each in model.held}
+        if missing := [name for name, first in held.items() if first not in saved]:
             raise CheckpointError(f"{path} is of another model: it lacks {first_of(missing)}")
-        names = {alike.get(name, name) for name in (*model.state.names, *model.aliases, *stored)}
-        foreign = [name for name in saved if alike.get(name, name) not in names]
-        if foreign:
+        names = {alike.get(name, name) for name in (*model.state.names, *model.aliases, *held)}
+        if foreign := [name for first, name in saved.items() if first not in names]:
             raise CheckpointError(
                 f"{path} is of another model: this one does not have {first_of(foreign)}"
             )
-        weights: dict[str, str] = {}
-        for name in saved:
-            other = weights.setdefault(model.aliases.get(name, name), name)
-            if other != name:
-                raise CheckpointError(
-                    f"{other} and {name} are one weight in the model, and 2 in {path}"
-                )
-        return stored
+        return {name: saved[first] for name, first in held.items()}
 
     def _of_model(self, stored: Mapping[str, str]) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the model that are filled, by their names in the checkpoint."""

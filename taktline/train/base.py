@@ -115,7 +115,7 @@ class PipelineBase:
             return
         heard = self._built.schedule._runner.agreement.preempted
         if preemption.agreed or ranks.in_any_pipeline(heard, "whether to end"):
-            preemption.agree(self._position)
+            preemption.agree()
 
     def _end_if_preempted(self) -> None:
         """End this process if SIGTERM has reached any rank, unless gradients wait anywhere."""
@@ -124,7 +124,7 @@ class PipelineBase:
             return
         waits = self._built.schedule._runner.awaits_update()
         if not ranks.on_any_rank(waits, "whether to end"):
-            preemption.end(self, lambda: ranks.on_any_rank(True, "the end of on_preempt"))
+            preemption.end(self)
 
     def _position(self) -> Position:
         """Where training goes on from here."""

@@ -200,7 +200,7 @@ def test_another_model(saved: Path) -> None:
 
 def test_ties_of_another_model(tmp_path: Path) -> None:
     untied = tl.Pipeline(DropLM(tied=False), microbatches=2, loss_fn=loss_fn)
-    text = "embed.weight and head.weight are one weight in the model, and 2 in"
+    text = "embed.weight and head.weight are one weight in the model, and two in"
     refused(untied.save(tmp_path, torch.optim.AdamW(untied.parameters())), text)
 
 
