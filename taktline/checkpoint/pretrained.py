@@ -16,17 +16,17 @@ import json
 import logging
 import sys
 from collections import UserDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from taktline.checkpoint.folder import sync, write_text
-from taktline.checkpoint.model_state import Held, HeldModel, foremost, writers
+from taktline.checkpoint.model_state import HeldModel, foremost, writers
 from taktline.checkpoint.tensor_file import TensorFile, open_file, require_writable, write
 from taktline.checks import read, require_path, require_whole
 from taktline.errors import CheckpointError, text_of
@@ -39,17 +39,13 @@ _WEIGHT_MAP = {"metadata": object, "weight_map": {str: str}}
 _log = logging.getLogger("taktline")
 
 
-@dataclass(frozen=True, slots=True)
-class Conversions:
-    """How transformers converts the tensors of a model when it writes files.
-
-    Args:
-        config: the model's.
-        transforms: its own objects; their order is that of reading.
-    """
+class Conversions(NamedTuple):
+    """How transformers converts the tensors of a model when it writes files."""
 
     config: Any
+    """The model's."""
     transforms: list[Any]
+    """Its own objects; their order is that of reading."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Conversions | None:
@@ -64,140 +60,99 @@ class Conversions:
             known = [each for each in known if not hasattr(each, "prefix_to_add")]
         return cls(model.config, list(known)) if known else None
 
-    def groups(self, names: Iterable[str]) -> list[list[str]]:
-        """Names of tensors of the model, together if they are converted together."""
-        from transformers.core_model_loading import WeightConverter, rename_source_key
-
-        back: list[Any] = [each.reverse_transform() for each in reversed(self.transforms)]
-        converters = [each for each in back if isinstance(each, WeightConverter)]
-        found: dict[tuple[str, str], list[str]] = {}
-        for name in names:
-            renamed, pattern = rename_source_key(name, [], converters)
-            key = ("", name) if pattern is None else ("converted", renamed)
-            found.setdefault(key, []).append(name)
-        return list(found.values())
-
     def written(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors of the model as they are in files."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        # All that it asks of a model.
-        model: Any = _Written(self.config, self.transforms, tensors)
+        model: Any = SimpleNamespace(  # with all that it asks of a model
+            config=self.config,
+            _weight_conversions=self.transforms,
+            get_parameter=tensors.__getitem__,
+        )
         return _plain(revert_weight_conversion(model, dict(tensors)))
-
-
-class _Written:
-    """Stands for a model of which some tensors are here."""
-
-    def __init__(self, config: Any, transforms: list[Any], tensors: dict[str, Any]) -> None:
-        self.config, self._weight_conversions = config, transforms
-        self.get_parameter = tensors.__getitem__
-
-
-class _File(NamedTuple):
-    """A file of several: the process that writes it, and the names in the model of its tensors."""
-
-    name: str
-    place: int
-    tensors: list[str]
 
 
 def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None:
     """Write files that ``from_pretrained`` reads; every process writes its own tensors."""
-    path, processes = require_path("folder", folder), model.processes
+    path = require_path("folder", folder)
     require_whole("max_shard_bytes", max_shard_bytes, least=1)
-    held = foremost(model.held)
+    writing, processes = _Writing(model, path), model.processes
     with guarded(processes.transports[0], "save_pretrained()") as call:
         model.arrive(call)
-        begin = partial(_begin, model, held, path)
-        listed = processes.everywhere(begin, f"save to {path}", call)
-        files = _share_out(listed, max_shard_bytes)
-        own = partial(_write, model, held, path, files)
-        written = processes.everywhere(own, f"write {path}", call)
-        names = {name: file for process in written for name, file in process.items()}
-        finish = partial(_finish, model, path, names)
-        processes.everywhere(finish, f"write {path}", call)
+        writer = writers(processes.everywhere(writing.begin, f"save to {path}", call))
+        gather = partial(writing.gather, writer, max_shard_bytes)
+        counts = processes.everywhere(gather, f"save to {path}", call)
+        write_files = partial(writing.write, counts)
+        names = processes.everywhere(write_files, f"write {path}", call)
+        processes.everywhere(partial(writing.finish, names), f"write {path}", call)
 
 
-def _begin(model: HeldModel, held: Mapping[str, Held], path: Path) -> list[tuple[Any, int, int]]:
-    """The tensors of this process: names that are converted together, priority, and bytes."""
-    path.mkdir(parents=True, exist_ok=True)
-    for name, value, _ in held.values():
-        require_writable(local(value), name)
-    conversions: Conversions | None = model.state.conversions
-    groups = [[name] for name in held] if conversions is None else conversions.groups(held)
-    return [
-        (names, held[names[0]].priority, sum(held[name].tensor.nbytes for name in names))
-        for names in groups
-    ]
+class _Writing:
+    """A model that is written in files, as this process sees it."""
 
+    def __init__(self, model: HeldModel, path: Path) -> None:
+        self._model, self._path = model, path
+        self._files: list[dict[str, torch.Tensor]] = []
+        """The tensors of each file of this process."""
 
-def _share_out(listed: Sequence[Sequence[tuple[list[str], int, int]]], most: int) -> list[_File]:
-    """The tensors of each file, in the order in which all processes write the files."""
-    groups = {names[0]: (names, size) for process in listed for names, _, size in process}
-    writer = writers([[(names[0], best) for names, best, _ in process] for process in listed])
-    found: list[tuple[int, list[str]]] = []
-    room = 0
-    for key, place in sorted(writer.items(), key=lambda each: each[1]):
-        names, size = groups[key]
-        if not found or found[-1][0] != place or room < size:
-            found.append((place, []))
-            room = most
-        room -= size
-        found[-1][1].extend(names)
-    count = len(found)
-    return [
-        _File(SINGLE if count == 1 else f"model-{n:05d}-of-{count:05d}.safetensors", place, names)
-        for n, (place, names) in enumerate(found, 1)
-    ]
+    def begin(self) -> list[tuple[str, int]]:
+        """The names of all tensors here, and their priorities."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._held = foremost(self._model.held)
+        for name, value, _ in self._held.values():
+            require_writable(local(value), name)
+        return [(name, each.priority) for name, each in self._held.items()]
 
+    def gather(self, writer: Mapping[str, int], most: int) -> int:
+        """Put what this process writes into files of so many bytes; returns how many there are.
 
-def _write(
-    model: HeldModel, held: Mapping[str, Held], path: Path, files: Sequence[_File]
-) -> dict[str, tuple[str, int]]:
-    """Write the files of this process; returns the file and the bytes of each tensor in them.
-
-    All processes take part in gathering shards, even after one has failed.
-    """
-    conversions, written, failed = model.state.conversions, dict[str, tuple[str, int]](), None
-    for file in files:
-        mine, tensors = file.place == model.processes.place, dict[str, torch.Tensor]()
-        for name in (name for name in file.tensors if name in held):
-            value = held[name].tensor.detach()
+        Processes that have shards of one tensor take part, in the same order.
+        """
+        own: dict[str, torch.Tensor] = {}
+        for name, each in self._held.items():
+            value = each.tensor.detach()
             whole = value.full_tensor() if is_sharded(value) else value
-            if mine:
-                tensors[name] = whole.cpu() if is_sharded(value) else whole
-        if not mine or failed is not None:
-            continue
-        try:
-            tensors = tensors if conversions is None else conversions.written(tensors)
-            write(path / f"{file.name}.new", tensors)
-            (path / f"{file.name}.new").rename(path / file.name)
-            written |= {name: (file.name, tensor.nbytes) for name, tensor in tensors.items()}
-        except Exception as error:
-            failed = error
-    if failed is not None:
-        raise failed
-    return written
+            if writer[name] == self._model.processes.place:
+                own[name] = whole.cpu()
+        conversions: Conversions | None = self._model.state.conversions
+        room = 0
+        for name, tensor in (own if conversions is None else conversions.written(own)).items():
+            if not self._files or room < tensor.nbytes:
+                self._files.append({})
+                room = most
+            self._files[-1][name] = tensor
+            room -= tensor.nbytes
+        return len(self._files)
 
+    def write(self, counts: Sequence[int]) -> dict[str, tuple[str, int]]:
+        """Write the files of this process; returns the file of each tensor, and its bytes."""
+        count, before = sum(counts), sum(counts[: self._model.processes.place])
+        written: dict[str, tuple[str, int]] = {}
+        for number, tensors in enumerate(self._files, before + 1):
+            file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            write(self._path / f"{file}.new", tensors)
+            (self._path / f"{file}.new").rename(self._path / file)
+            written |= {name: (file, tensor.nbytes) for name, tensor in tensors.items()}
+        return written
 
-def _finish(model: HeldModel, path: Path, names: Mapping[str, tuple[str, int]]) -> None:
-    """Write the index, and the configs of the first module that has one; on the first process."""
-    if model.processes.place:
-        return
-    if len({file for file, _ in names.values()}) > 1:
-        content = {
-            "metadata": {"total_size": sum(size for _, size in names.values())},
-            "weight_map": {name: file for name, (file, _) in names.items()},
-        }
-        write_text(path / INDEX, json.dumps(content, indent=2))
-    for module in model.inner_modules():
-        configs = [getattr(module, name, None) for name in ("config", "generation_config")]
-        if hasattr(configs[0], "save_pretrained"):
-            for config in filter(None, configs):
-                config.save_pretrained(path)
-            break
-    sync(path)
+    def finish(self, written: Sequence[Mapping[str, tuple[str, int]]]) -> None:
+        """Write the index, and the configs of the first module with one; on the first process."""
+        if self._model.processes.place:
+            return
+        names = {name: place for process in written for name, place in process.items()}
+        if len({file for file, _ in names.values()}) > 1:
+            content = {
+                "metadata": {"total_size": sum(size for _, size in names.values())},
+                "weight_map": {name: file for name, (file, _) in names.items()},
+            }
+            write_text(self._path / INDEX, json.dumps(content, indent=2))
+        for module in self._model.inner_modules():
+            configs = [getattr(module, name, None) for name in ("config", "generation_config")]
+            if hasattr(configs[0], "save_pretrained"):
+                for config in filter(None, configs):
+                    config.save_pretrained(self._path)
+                break
+        sync(self._path)
 
 
 class Source(NamedTuple):
