@@ -20,7 +20,6 @@ import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -189,25 +188,27 @@ def _packed(value: Any, what: str) -> Any:
     return found
 
 
-@dataclass(slots=True)
 class Saving:
     """One save, as this process sees it."""
 
-    processes: Processes
-    home: Path
-    """The folder of saves."""
-    step: int
-    keep: int | None
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The tensors that this process writes, or could write."""
-    shards: list[tuple[str, int]] = field(default_factory=list)
-    """What each of them is a shard of, and where; and its priority among processes."""
-    part: dict[str, Any] = field(default_factory=dict)
-    """This process's part of the manifest."""
-    final: Path = Path()
-    """The folder of the save, once it is complete."""
-    lock: folders.FolderLock | None = None
-    """On the first process, until the save is complete or has failed."""
+    def __init__(self, processes: Processes, home: Path, step: int, keep: int | None) -> None:
+        """``home`` is the folder of saves."""
+        self.processes, self.home, self._step, self._keep = processes, home, step, keep
+        self._file = f"rank-{processes.place:05d}.safetensors"
+        self._tensors: dict[str, torch.Tensor] = {}
+        """The tensors that this process writes, or could write."""
+        self._shards: list[tuple[str, int]] = []
+        """What each of them is a shard of, and where; and its priority among processes."""
+        self._part: dict[str, Any] = {}
+        """This process's part of the manifest."""
+        self._lock: folders.FolderLock | None = None
+        """On the first process, until the save is complete or has failed."""
+        self.final = Path()
+        """The folder of the save, once it is complete."""
+
+    @property
+    def _unfinished(self) -> Path:
+        return folders.unfinished(self.final)
 
     def begin(self, model: HeldModel, training: Training) -> tuple[list[tuple[str, int]], str]:
         """Note all tensors and values of this process; the first one begins the folder."""
@@ -220,8 +221,8 @@ class Saving:
             )
         self._collect(model, training)
         if not self.processes.place:
-            self.final, self.lock = folders.begin(self.home, self.step)
-        return self.shards, self.final.name
+            self.final, self._lock = folders.begin(self.home, self._step)
+        return self._shards, self.final.name
 
     def _collect(self, model: HeldModel, training: Training) -> None:
         rest = [] if self.processes.place else [Held(*each) for each in model.state.rest.items()]
@@ -231,7 +232,7 @@ class Saving:
         ]
         names = model.parameter_names()
         states, own = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        self.part = {
+        self._part = {
             "files": {},
             "tensors": {},
             "aliases": model.aliases,
@@ -251,25 +252,17 @@ class Saving:
             if tensor.numel() or 0 in whole.shape:
                 piece = {"file": self._file, "start": region.start, "size": region.size}
                 kind, shape = name_of(tensor.dtype), list(whole.shape)
-                self.part["tensors"][name] = {"dtype": kind, "shape": shape, "pieces": [piece]}
-                self.tensors[name] = tensor
-                self.shards.append((f"{name} {region.start}", priority))
+                self._part["tensors"][name] = {"dtype": kind, "shape": shape, "pieces": [piece]}
+                self._tensors[name] = tensor
+                self._shards.append((f"{name} {region.start}", priority))
 
     def agree(self, listed: list[tuple[list[tuple[str, int]], str]]) -> None:
         """Drop the tensors that other processes write, by what all have begun."""
         self.final = self.home / listed[0][1]
         writer = writers([shards for shards, _ in listed])
-        for name, (shard, _) in zip(list(self.tensors), self.shards, strict=True):
+        for name, (shard, _) in zip(list(self._tensors), self._shards, strict=True):
             if writer[shard] != self.processes.place:
-                del self.tensors[name], self.part["tensors"][name]
-
-    @property
-    def _file(self) -> str:
-        return f"rank-{self.processes.place:05d}.safetensors"
-
-    @property
-    def _unfinished(self) -> Path:
-        return folders.unfinished(self.final)
+                del self._tensors[name], self._part["tensors"][name]
 
     def _note_of(self, place: int) -> Path:
         """The file with the part of a process, which is there once all of it is written."""
@@ -285,39 +278,39 @@ class Saving:
     def copy(self) -> None:
         """Replace all tensors by copies in memory of the host: training may change them then."""
         self._require_folder()
-        devices = {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}
-        for name, tensor in self.tensors.items():
+        devices = {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}
+        for name, tensor in self._tensors.items():
             room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self.tensors[name] = room.copy_(tensor, non_blocking=True)
+            self._tensors[name] = room.copy_(tensor, non_blocking=True)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
     def write(self) -> None:
         """Write this process's part."""
         self._require_folder()
-        if self.tensors:
-            self.part["files"][self._file] = write(self._unfinished / self._file, self.tensors)
-        folders.write_text(self._note_of(self.processes.place), json.dumps(self.part))
+        if self._tensors:
+            self._part["files"][self._file] = write(self._unfinished / self._file, self._tensors)
+        folders.write_text(self._note_of(self.processes.place), json.dumps(self._part))
 
     def finish(self) -> None:
         """Merge the parts, when all are written; on the first process."""
         if not self.processes.place:
             notes = map(self._note_of, range(prod(self.processes.sizes)))
             parts = [json.loads(note.read_bytes()) for note in notes]
-            folders.finish(self.final, sealed(merged(parts, self.step)), self.keep)
+            folders.finish(self.final, sealed(merged(parts, self._step)), self._keep)
             self.clear()
 
     def clear(self) -> None:
         """Remove what a save that has failed leaves, and release the folder."""
-        if self.lock is not None:
+        if self._lock is not None:
             shutil.rmtree(self._unfinished, ignore_errors=True)
-            self.lock.release()
-            self.lock = None
+            self._lock.release()
+            self._lock = None
 
     def run(self) -> None:
         """Write everything in the background, without the connections that steps use."""
         _, error = self.processes.attempt(self._run, f"write {self.final}")
-        self.tensors.clear()
+        self._tensors.clear()
         if error is None:
             return
         _log.error("a background save has failed: %s", text_of(error))
