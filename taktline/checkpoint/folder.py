@@ -75,9 +75,14 @@ def _is_whole(save: Path) -> bool:
     return True
 
 
+def is_save(folder: Path) -> bool:
+    """Whether a folder is a save, or has the name of one."""
+    return (folder / MANIFEST).exists() or _SAVE.fullmatch(folder.name) is not None
+
+
 def resolve(folder: Path) -> Path:
     """The folder if it is a save, else the latest save in it."""
-    if (folder / MANIFEST).exists() or _SAVE.fullmatch(folder.name):
+    if is_save(folder):
         return folder
     found = latest(folder)
     if found is None:

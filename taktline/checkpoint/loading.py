@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from taktline.checkpoint.folder import resolve
+from taktline.checkpoint.folder import is_save, resolve
 from taktline.checkpoint.manifest import Checkpoint, Entry, unpacked
 from taktline.checkpoint.model_state import HeldModel, joined
 from taktline.checkpoint.saving import RandomNumbers, Training, kind_of, named, wait
@@ -73,8 +73,7 @@ def load(model: HeldModel, folder: Any, training: Training) -> Loaded:
 
 def _find(folder: Path, place: int) -> str:
     """The save to load; the first process looks for it, after saves that are being written."""
-    for home in (folder, folder.parent):
-        wait(home, place)
+    wait(folder.parent if is_save(folder) else folder, place)
     return "" if place else str(resolve(folder))
 
 
