@@ -19,7 +19,7 @@ from taktline.cli.options import (
     rich_table,
 )
 from taktline.plan import Timeline, names
-from taktline.render.scale import shared_axis
+from taktline.render.svg import shared_axis
 from taktline.text import counted
 
 if TYPE_CHECKING:

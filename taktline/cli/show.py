@@ -42,7 +42,7 @@ def show(
         typer.Option(
             "--output",
             "-o",
-            help="Write to this file: .svg, .png, .html (interactive) or .json (for Perfetto).",
+            help="Write to this file: .svg, .html (interactive) or .json (for Perfetto).",
         ),
     ] = None,
     by: Annotated[
@@ -95,10 +95,10 @@ def _write(timelines: list[Timeline], output: Path, width: int | None) -> None:
     ending = output.suffix.lower()
     if ending == ".json":
         write_text(output, to_trace(timelines))
-    elif ending in (".svg", ".png", ".html"):
+    elif ending in (".svg", ".html"):
         save(timelines, output, width=width)
     else:
         raise ArgumentError(
-            f"drawings are .svg, .png, .html or .json (for Perfetto), not {ending or output.name!r}"
+            f"drawings are .svg, .html or .json (for Perfetto), not {ending or output.name!r}"
         )
     typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")

@@ -24,7 +24,7 @@ from taktline.plan import (
     simulate,
 )
 from taktline.render.html import to_html
-from taktline.render.palette import shade
+from taktline.render.svg import shade
 from tests.browser import browser
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from taktline.cli.options import Times, complete_name
 from taktline.errors import ArgumentError
 from taktline.plan import find, names
 from taktline.plan.io import write_text
-from taktline.render.palette import COLOURS, MEANINGS
+from taktline.render.svg import COLOURS, MEANINGS
 
 _SCRIPTS = ("planner.js", "chart.js", "cards.js", "plot.js", "page.js")
 
