@@ -23,26 +23,20 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_map_only as tree_map_only
     from torch.utils._pytree import tree_structure as tree_structure
     from torch.utils._pytree import tree_unflatten as tree_unflatten
-else:
-    _NESTED, _OWN = "nested values", "a container of its own"
-    SUPPORTED_NODES = private("torch.utils._pytree.SUPPORTED_NODES", _OWN)
-    TreeSpec = private("torch.utils._pytree.TreeSpec", _NESTED)
-    register_dataclass = private("torch.utils._pytree.register_dataclass", _OWN)
-    register_pytree_node = private("torch.utils._pytree.register_pytree_node", _OWN)
-    tree_flatten = private("torch.utils._pytree.tree_flatten", _NESTED)
-    tree_flatten_with_path = private("torch.utils._pytree.tree_flatten_with_path", _NESTED)
-    tree_leaves = private("torch.utils._pytree.tree_leaves", _NESTED)
-    tree_map = private("torch.utils._pytree.tree_map", _NESTED)
-    tree_map_only = private("torch.utils._pytree.tree_map_only", _NESTED)
-    tree_structure = private("torch.utils._pytree.tree_structure", _NESTED)
-    tree_unflatten = private("torch.utils._pytree.tree_unflatten", _NESTED)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):  # Python itself asks for these
+        raise AttributeError(name)
+    return globals().setdefault(name, private(f"torch.utils._pytree.{name}", "a nested value"))
 
 
 def register_own(cls: Any, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
     """Register a class of this package; if torch lacks the function, making an object raises so."""
-    reason = missing(register_pytree_node)
+    register = __getattr__("register_pytree_node")
+    reason = missing(register)
     if reason is None:
-        register_pytree_node(cls, flatten, unflatten)
+        register(cls, flatten, unflatten)
     else:
         cls.__init__ = lambda *_, **__: _refuse(reason)
 

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 import taktline
 from taktline.cli.options import rich_table
-from taktline.cli.ranks import called
 from taktline.plan import Costs, Kind, Plan, Timeline, simulate
 from taktline.train import Pipeline
 
@@ -100,6 +99,8 @@ class Tour:
     steps: int
     output: Path
     local: bool
+    command: str
+    """How the user calls taktline."""
 
     def __post_init__(self) -> None:
         self._text = Text()
@@ -202,11 +203,10 @@ class Tour:
         if not self._silent:
             first, *others = timelines
             self.output.write_text(first.to_html(*others), encoding="utf-8")
-        command = called()
         self._title("What next")
         self._say(f"These steps, to zoom and hover:  {self.output.resolve()}")
-        self._say(f"Another schedule:  {command} demo --ranks 4 --schedule zbv --local")
-        self._say(f"All of them:       {command} compare")
+        self._say(f"Another schedule:  {self.command} demo --ranks 4 --schedule zbv --local")
+        self._say(f"All of them:       {self.command} compare")
         self._say("Your own model, in Python:")
         self._say(_YOUR_OWN)
 

@@ -67,7 +67,7 @@ def demo(
     from taktline.cli.demo import Tour
 
     size = ranks if local else int(os.environ["WORLD_SIZE"])
-    Tour(size, plan.name, microbatches, steps, output, local).run()
+    Tour(size, plan.name, microbatches, steps, output, local, called()).run()
 
 
 def doctor(
