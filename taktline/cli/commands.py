@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from taktline import plan as plans
 from taktline.cli.options import (
     MEMORY,
     NARROW,
+    OUTPUT,
     Colour,
     Json,
     Predict,
@@ -37,20 +38,13 @@ if TYPE_CHECKING:
 
 
 def plan(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="Name of a schedule; without it, lists all.", autocompletion=complete_name
-        ),
-    ] = None,
+    name: str | None = typer.Argument(
+        None, help="Name of a schedule; without it, lists all.", autocompletion=complete_name
+    ),
     *,
     size: Size,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this .csv or .json file.")
-    ] = None,
-    lowered: Annotated[
-        bool, typer.Option("--lower", help="Include every send and receive.")
-    ] = False,
+    output: Path | None = typer.Option(None, *OUTPUT, help="Write to this .csv or .json file."),
+    lowered: bool = typer.Option(False, "--lower", help="Include every send and receive."),
     json: Json = False,
 ) -> None:
     """Print or write a plan: the actions of each rank, in order.
@@ -58,11 +52,8 @@ def plan(
     Examples:
 
     - `taktline plan` lists the schedules
-
     - `taktline plan 1f1b --ranks 4 --microbatches 8`
-
     - `taktline plan interleaved_1f1b -r 4 -s 2 -m 8 -o plan.csv`
-
     - `taktline plan zbv -r 4 -m 8 --lower --json`
     """
     if name is None:
@@ -83,7 +74,7 @@ def plan(
 
 
 def check(
-    file: Annotated[Path, typer.Argument(help="A plan, .csv or .json.")], json: Json = False
+    file: Path = typer.Argument(..., help="A plan, .csv or .json."), json: Json = False
 ) -> None:
     """Check a plan: every rule that it breaks, and whether it can deadlock.
 
@@ -141,32 +132,19 @@ class By(StrEnum):
 
 
 def show(
-    targets: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE|NAME…",
-            help="Plans, timelines or schedules to draw.",
-            autocompletion=complete,
-        ),
-    ],
+    targets: list[str] = typer.Argument(
+        ..., metavar="FILE|NAME…", help="Plans, timelines or schedules.", autocompletion=complete
+    ),
     *,
     times: Times,
     predict: Predict = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Write to this file: .svg, .html (interactive) or .json (for Perfetto).",
-        ),
-    ] = None,
-    by: Annotated[
-        By, typer.Option(help="In the terminal: time draws to scale, step every action.")
-    ] = By.time,
-    width: Annotated[
-        int | None,
-        typer.Option(min=20, help="Width: columns of the terminal, or pixels of an SVG."),
-    ] = None,
+    output: Path | None = typer.Option(
+        None, *OUTPUT, help="Write to this file: .svg, .html (interactive) or .json (for Perfetto)."
+    ),
+    by: By = typer.Option(By.time, help="Columns: time draws to scale, step every action."),
+    width: int | None = typer.Option(
+        None, min=20, help="Width: columns of the terminal, or pixels of an SVG."
+    ),
     colour: Colour = None,
 ) -> None:
     """Draw plans: in the terminal, as SVG, as an HTML page, or as a trace for Perfetto.
@@ -177,13 +155,9 @@ def show(
     Examples:
 
     - `taktline show 1f1b`
-
     - `taktline show plan.csv --by step`
-
     - `taktline show 1f1b zbv -r 4 -m 8 -o compare.html`
-
     - `taktline show measured.json --predict`
-
     - `taktline show dualpipev -r 4 -m 10 --forward 1 --backward 1.1 --comm 0.1 -o plan.svg`
     """
     timelines = times.timelines(targets, predict=predict)
@@ -214,10 +188,9 @@ def _draw(timelines: list[Timeline], output: Path, width: int | None) -> None:
 
 
 def simulate(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="FILE|NAME", help="A plan or a schedule.", autocompletion=complete),
-    ],
+    target: str = typer.Argument(
+        ..., metavar="FILE|NAME", help="A plan or a schedule.", autocompletion=complete
+    ),
     *,
     times: Times,
     json: Json = False,
@@ -231,7 +204,6 @@ def simulate(
     Examples:
 
     - `taktline simulate plan.csv --forward 1 --backward 1.1 --weight 0.9 --comm 0.05`
-
     - `taktline simulate zb_h1 -r 8 -m 24`
     """
     timeline = times.simulate(target)
@@ -280,14 +252,12 @@ def _print_ranks(timeline: Timeline, screen: Console) -> None:
 
 
 def compare(
-    schedules: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="FILE|NAME…",
-            help="Schedules, plans or timelines; by default all schedules that train.",
-            autocompletion=complete,
-        ),
-    ] = None,
+    schedules: list[str] | None = typer.Argument(
+        None,
+        metavar="FILE|NAME…",
+        help="Schedules, plans or timelines; by default all schedules that train.",
+        autocompletion=complete,
+    ),
     *,
     times: Times,
     predict: Predict = False,
@@ -303,9 +273,7 @@ def compare(
     Examples:
 
     - `taktline compare`
-
     - `taktline compare 1f1b zb_h1 zbv --ranks 8 --microbatches 32 --comm 0.05`
-
     - `taktline compare measured.json --predict`
     """
     trained = [name for name in plans.names() if name != "forward_only"]
@@ -360,14 +328,12 @@ def _print_schedules(figures: list[dict[str, Any]], unit: str, screen: Console) 
 
 
 def balance(
-    costs: Annotated[str, typer.Argument(help="Cost of each layer, such as 3,1,4.")],
-    stages: Annotated[int, typer.Option(help="Number of stages.")],
-    memory: Annotated[
-        str | None, typer.Option(help="Memory of each layer, such as 8,8,16.")
-    ] = None,
-    limits: Annotated[
-        str | None, typer.Option(help="Memory limit of a stage: one number, or one per stage.")
-    ] = None,
+    costs: str = typer.Argument(..., help="Cost of each layer, such as 3,1,4."),
+    stages: int = typer.Option(..., help="Number of stages."),
+    memory: str | None = typer.Option(None, help="Memory of each layer, such as 8,8,16."),
+    limits: str | None = typer.Option(
+        None, help="Memory limit of a stage: one number, or one per stage."
+    ),
     json: Json = False,
 ) -> None:
     """Cut layers into stages, so that the largest is as small as possible.

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 NARROW = 72
 """On terminals with fewer columns, tables show only the most important columns."""
 
+OUTPUT = ("--output", "-o")
+
 MEMORY = "memory: peak activations on a rank, counted in micro-batches"
 
 _MOST = 500_000

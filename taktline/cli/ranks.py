@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 
 from taktline.checks import launched
-from taktline.cli.options import Json, echo_json
+from taktline.cli.options import OUTPUT, Json, echo_json
 from taktline.errors import ArgumentError, TransportError
 from taktline.plan import build
 from taktline.plan.io import write_text
@@ -33,16 +33,16 @@ _Local = Annotated[bool, typer.Option("--local", help="Run all ranks in this pro
 
 
 def demo(
-    ranks: Annotated[int, typer.Option("--ranks", "-r", help="Number of ranks.")] = 2,
-    schedule: Annotated[str, typer.Option("--schedule", help="Schedule to train with.")] = "1f1b",
-    microbatches: Annotated[
-        int, typer.Option("--microbatches", "-m", max=1024, help="Number of micro-batches.")
-    ] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 150,
+    ranks: int = typer.Option(2, "--ranks", "-r", help="Number of ranks."),
+    schedule: str = typer.Option("1f1b", help="Schedule to train with."),
+    microbatches: int = typer.Option(
+        8, "--microbatches", "-m", max=1024, help="Number of micro-batches."
+    ),
+    steps: int = typer.Option(150, min=1, help="Number of training steps."),
     local: _Local = False,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="File for the page of timelines.")
-    ] = Path("taktline-demo.html"),
+    output: Path = typer.Option(
+        Path("taktline-demo.html"), *OUTPUT, help="File for the page of timelines."
+    ),
 ) -> None:
     """Train a small GPT on a pipeline: about a minute on two cores, with nothing to download.
 
@@ -53,7 +53,6 @@ def demo(
     Examples:
 
     - `taktline demo`
-
     - `taktline demo --ranks 4 --schedule zbv --local`
     """
     # Raises here, and not on each rank.
@@ -71,21 +70,19 @@ def demo(
 
 
 def doctor(
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", "-r", min=1, help="Number of ranks to start here (default 2)."),
-    ] = None,
+    ranks: int | None = typer.Option(
+        None, "--ranks", "-r", min=1, help="Number of ranks to start here (default 2)."
+    ),
     local: _Local = False,
-    backend: Annotated[
-        str | None, typer.Option(help="gloo or nccl; by default nccl if there is a GPU per rank.")
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds to wait for a rank before giving up.")
-    ] = 60.0,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Also write the results to this .json file."),
-    ] = None,
+    backend: str | None = typer.Option(
+        None, help="gloo or nccl; by default nccl if there is a GPU per rank."
+    ),
+    timeout: float = typer.Option(
+        60.0, min=1.0, help="Seconds to wait for a rank before giving up."
+    ),
+    output: Path | None = typer.Option(
+        None, *OUTPUT, help="Also write the results to this .json file."
+    ),
     json: Json = False,
 ) -> None:
     """Check a cluster: versions, devices, links between ranks, and a tiny pipeline.
@@ -96,7 +93,6 @@ def doctor(
     Examples:
 
     - `torchrun --nproc-per-node 4 -m taktline doctor`
-
     - `taktline doctor --ranks 4`
     """
     if backend not in (None, "gloo", "nccl"):
@@ -137,18 +133,11 @@ def doctor(
 
 
 def called() -> str:
-    """How a user of this Python calls ``taktline`` from the folder that they are in.
-
-    Whether it is on the path or not: ``.venv/bin/taktline``, for one.
-    """
+    """How a user of this Python calls ``taktline`` from the folder that they are in."""
     script = shutil.which("taktline", path=os.path.dirname(sys.executable))
-    if script is None:
-        return f"{os.path.relpath(sys.executable)} -m taktline"
-    on_path = shutil.which("taktline")
-    if on_path is not None and os.path.samefile(on_path, script):
+    if script is not None and shutil.which("taktline") == script:
         return "taktline"
-    relative = os.path.relpath(script)
-    return script if relative.startswith(os.pardir) else relative
+    return f"{os.path.relpath(sys.executable)} -m taktline"
 
 
 def launch(ranks: int, words: Sequence[str], patience: float) -> int:
