@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from taktline import __version__
@@ -43,16 +44,6 @@ _LARGE = 4 << 20
 """Bytes of a large message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of a check, and what to do about it."""
-
-    check: str
-    verdict: str
-    text: str
-    advice: str = ""
-
-
 @dataclass(slots=True)
 class Report:
     """What was found; the same on every rank, unless a connection broke."""
@@ -60,11 +51,15 @@ class Report:
     backend: str
     ranks: list[dict[str, Any]]
     links: list[dict[str, Any]] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[dict[str, str]] = field(default_factory=list)
+
+    def add(self, check: str, verdict: str, text: str, advice: str = "") -> None:
+        """Add the result of a check: ok, warning or failed, and what to do about it."""
+        self.findings.append({"check": check, "verdict": verdict, "text": text, "advice": advice})
 
     def count(self, verdict: str) -> int:
-        """How many checks have a verdict: ok, warning or failed."""
-        return sum(found.verdict == verdict for found in self.findings)
+        """How many checks have a verdict."""
+        return sum(found["verdict"] == verdict for found in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -79,13 +74,13 @@ class Report:
             rate = f"{1e6 * link['latency']:.1f} µs, {1e-9 * link['bandwidth']:.2f} GB/s"
             console.print(f"  ranks {link['ranks'][0]} ↔ {link['ranks'][1]}: {rate}")
         for found in self.findings:
-            mark, colour = _MARKS[found.verdict]
-            console.print(f"{mark} {found.check}: {found.text}", style=colour)
-            if found.advice:
-                console.print(f"  → {found.advice}")
-        failed, warnings = counted(self.count("failed"), "check"), self.count("warning")
+            mark, colour = _MARKS[found["verdict"]]
+            console.print(f"{mark} {found['check']}: {found['text']}", style=colour)
+            if found["advice"]:
+                console.print(f"  → {found['advice']}")
+        failed, warnings = self.count("failed"), self.count("warning")
         well = f"Everything works, with {counted(warnings, 'warning')}." if warnings else ""
-        console.print(f"{failed} failed." if self.count("failed") else well or "All is well.")
+        console.print(f"{counted(failed, 'check')} failed." if failed else well or "All is well.")
 
 
 class Meeting:
@@ -107,7 +102,7 @@ class Meeting:
             ) from None
         # torchrun may keep one store for all attempts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = dist.PrefixStore(f"taktline doctor {attempt}", store)
+        self.store = PrefixStore(f"taktline doctor {attempt}", store)
 
     def begin(self, doing: str) -> None:
         """Begin a phase. If it does not end, this process does, and prints where it was."""
@@ -149,33 +144,29 @@ def examine(backend: str | None, meeting: Meeting) -> Report:
         text = f"{_of(missing)} of {meeting.size} did not arrive within {meeting.timeout:g} s"
         advice = "see whether the launcher has started them, what they say, and whether "
         advice += f"{meeting.address} can be reached from there; --timeout waits longer"
-        report.findings.append(Finding("ranks", "failed", text, advice))
-        return report
-    report.findings += judge(report.ranks)
-    if report.findings[-1].verdict == "failed":  # of the devices: there can be no process group
-        return report
-    try:
-        _examine_together(report, meeting, device)
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        text = f"broke on rank {meeting.rank} while {meeting.doing}: {reason}"
-        advice = "see what the other ranks say, and whether every host can reach every other one "
-        advice += "(firewalls, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
-        report.findings.append(Finding("connection", "failed", text, advice))
+        report.add("ranks", "failed", text, advice)
+    elif check_devices(report):
+        try:
+            _examine_together(report, meeting, device)
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            text = f"broke on rank {meeting.rank} while {meeting.doing}: {reason}"
+            advice = "see what the other ranks say, and whether every host can reach every other "
+            advice += "one (firewalls, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+            report.add("connection", "failed", text, advice)
     return report
 
 
 def _examine_together(report: Report, meeting: Meeting, device: torch.device) -> None:
     meeting.begin("making a process group")
-    store, limit = dist.PrefixStore("group", meeting.store), timedelta(seconds=meeting.timeout)
-    gpu = device if device.type == "cuda" else None
-    ranks: dict[str, int] = {"rank": meeting.rank, "world_size": meeting.size}
-    dist.init_process_group(report.backend, store=store, timeout=limit, device_id=gpu, **ranks)
+    store, limit = PrefixStore("group", meeting.store), timedelta(seconds=meeting.timeout)
+    ranks: dict[str, Any] = {"rank": meeting.rank, "world_size": meeting.size}
+    ranks["device_id"] = device if device.type == "cuda" else None
+    dist.init_process_group(report.backend, store=store, timeout=limit, **ranks)
     meeting.begin("measuring links")
-    links = meeting.share("links", measure(transport_of(None, device), device))
-    report.links = [link for of_rank in links for link in of_rank]
+    check_links(report, meeting.share("links", measure(transport_of(None, device), device)))
     meeting.begin("running a pipeline")
-    report.findings += [judge_links(report.links), try_pipeline(meeting.size, device)]
+    check_pipeline(report, device)
     dist.destroy_process_group()
 
 
@@ -183,9 +174,10 @@ def examine_local(size: int) -> Report:
     """Examine local ranks, which take turns in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     report = Report("local", [describe(rank, "local", device) for rank in range(size)])
-    links = local.run(lambda _: measure(transport_of(None, device), device), size)
-    report.links = [link for of_rank in links for link in of_rank]
-    report.findings += [*judge(report.ranks), judge_links(report.links), try_pipeline(size, device)]
+    check_devices(report)
+    measured = local.run(lambda _: measure(transport_of(None, device), device), size)
+    check_links(report, measured)
+    check_pipeline(report, device)
     return report
 
 
@@ -207,34 +199,35 @@ def describe(rank: int, backend: str, device: torch.device) -> dict[str, Any]:
     }
 
 
-def judge(ranks: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    """Whether versions and devices fit together; the devices come last."""
+def check_devices(report: Report) -> bool:
+    """Whether versions and devices fit together; returns whether there can be a process group."""
+    facts: dict[str, list[Any]] = {key: [of[key] for of in report.ranks] for key in report.ranks[0]}
     for name in ("Python", "NumPy", "torch", "taktline"):
-        versions, advice = [facts[name] for facts in ranks], "install the same version everywhere"
-        verdict = "failed" if name in ("torch", "taktline") else "warning"
-        if len(set(versions)) == 1:
-            verdict, advice = "ok", ""
-        yield Finding(name, verdict, by_rank(versions), advice)
-    ways, gpus, ids = ([facts[key] for facts in ranks] for key in ("backend", "gpu", "gpu_id"))
+        bad = "failed" if name in ("torch", "taktline") else "warning"
+        same = len(set(facts[name])) == 1
+        advice = "" if same else "install the same version everywhere"
+        report.add(name, "ok" if same else bad, by_rank(facts[name]), advice)
+    gpus, nccl = facts["gpu"], report.backend == "nccl"
     without = {rank for rank, gpu in enumerate(gpus) if gpu is None}
-    shared = {rank for rank, gpu in enumerate(ids) if ids.count(gpu) > 1}
-    verdict, text = "failed", by_rank(ways)
-    if len(set(ways)) > 1:
+    shared = {rank for rank, gpu in enumerate(facts["gpu_id"]) if facts["gpu_id"].count(gpu) > 1}
+    verdict, text = "failed", by_rank(facts["backend"])
+    if len(set(facts["backend"])) > 1:
         advice = "the ranks disagree: choose one with --backend"
-    elif ways[0] == "nccl" and without:
+    elif nccl and without:
         text = f"nccl needs GPUs, and torch finds none on {_of(without)}"
         advice = "install a torch with CUDA there and see nvidia-smi, or use --backend gloo"
-    elif ways[0] == "nccl" and shared:
+    elif nccl and shared:
         text, advice = f"{_of(shared)} share GPUs", "use one GPU per rank; nccl cannot share them"
     elif len(set(gpus)) > 1:
         verdict, text = "warning", by_rank(gpus)
         advice = "cut the model so that slower ranks get less of it"
-    elif ways[0] == "gloo" and any(facts["gpus"] for facts in ranks):
+    elif report.backend == "gloo" and any(facts["gpus"]):
         verdict, text = "warning", "gloo: GPUs are there, but only the CPUs were checked"
         advice = "start a rank for each GPU (with --backend nccl if you start them here)"
     else:
-        verdict, text, advice = "ok", f"{ways[0]}, on {gpus[0] or 'CPU'}", ""
-    yield Finding("devices", verdict, text, advice)
+        verdict, text, advice = "ok", f"{report.backend}, on {gpus[0] or 'CPU'}", ""
+    report.add("devices", verdict, text, advice)
+    return verdict != "failed"
 
 
 def _of(ranks: set[int]) -> str:
@@ -282,23 +275,26 @@ def _round_trip(
     return perf_counter() - begin, intact
 
 
-def judge_links(links: Sequence[dict[str, Any]]) -> Finding:
+def check_links(report: Report, measured: Sequence[list[dict[str, Any]]]) -> None:
     """Whether every message arrived unchanged, and whether a link is slower than the others."""
-    typical = median([link["bandwidth"] for link in links] or [0.0])
-    broken = [link["ranks"] for link in links if not link["intact"]]
-    slow = [link["ranks"] for link in links if link["bandwidth"] < typical / 4]
+    report.links = [link for of_rank in measured for link in of_rank]
+    typical = median([link["bandwidth"] for link in report.links] or [0.0])
+    broken = [link["ranks"] for link in report.links if not link["intact"]]
+    slow = [link["ranks"] for link in report.links if link["bandwidth"] < typical / 4]
     told = ", ".join(f"{a} ↔ {b}" for a, b in broken or slow)
     if broken:
         advice = "check the network, and that every rank runs the same torch"
-        return Finding("links", "failed", f"what arrived is not what was sent: {told}", advice)
-    if slow:
+        report.add("links", "failed", f"what arrived is not what was sent: {told}", advice)
+    elif slow:
         advice = "place neighbouring stages on ranks with fast links"
-        return Finding("links", "warning", f"less than a quarter of the usual rate: {told}", advice)
-    return Finding("links", "ok", f"{counted(len(links), 'link')}, both ways")
+        report.add("links", "warning", f"less than a quarter of the usual rate: {told}", advice)
+    else:
+        report.add("links", "ok", f"{counted(len(report.links), 'link')}, both ways")
 
 
-def try_pipeline(ranks: int, device: torch.device) -> Finding:
+def check_pipeline(report: Report, device: torch.device) -> None:
     """Compare a step of a tiny pipeline with the plain model."""
+    ranks = len(report.ranks)
     with keep_generators([device]):  # the same on every rank
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2 * ranks)]
@@ -309,8 +305,10 @@ def try_pipeline(ranks: int, device: torch.device) -> Finding:
         with Pipeline(layers, loss_fn=nn.functional.mse_loss, device=device, **options) as pipe:
             found = pipe.verify(nn.Sequential(*layers), x, target=target)
     except TaktlineError as error:  # every rank raises the same
-        return Finding("pipeline", "failed", f"{_SCHEDULE}: {error}", "see the error")
+        report.add("pipeline", "failed", f"{_SCHEDULE}: {error}", "see the error")
+        return
     if found:
-        return Finding("pipeline", "ok", f"a step of {_SCHEDULE} has the plain model's gradients")
-    text, advice = f"{_SCHEDULE} differs from the plain model: {found}", "look for broken memory"
-    return Finding("pipeline", "failed", text, f"check that every rank runs one torch; {advice}")
+        report.add("pipeline", "ok", f"a step of {_SCHEDULE} has the plain model's gradients")
+    else:
+        text = f"{_SCHEDULE} differs from the plain model: {found}"
+        report.add("pipeline", "failed", text, "run one torch everywhere; look for broken memory")

@@ -17,13 +17,12 @@ from typer.testing import CliRunner
 
 from taktline.cli.app import app
 from taktline.cli.doctor import (
-    Finding,
     Report,
+    check_devices,
+    check_links,
+    check_pipeline,
     describe,
-    judge,
-    judge_links,
     measure,
-    try_pipeline,
 )
 from taktline.cli.ranks import launch
 from taktline.errors import TransportError
@@ -173,10 +172,14 @@ FACTS = describe(0, "gloo", torch.device("cpu")) | {"gpus": 0}
 GPU = {"backend": "nccl", "gpus": 2, "gpu": "H200", "device": "cuda:0 H200"}
 
 
-def judged(*ranks: dict[str, Any]) -> list[Finding]:
+def judged(*ranks: dict[str, Any]) -> list[dict[str, str]]:
     """What is not well with ranks that differ from healthy ones in this."""
-    found = judge([FACTS | {"rank": rank} | facts for rank, facts in enumerate(ranks)])
-    return [finding for finding in found if finding.verdict != "ok"]
+    all_facts: list[dict[str, Any]] = [
+        FACTS | {"rank": rank} | facts for rank, facts in enumerate(ranks)
+    ]
+    report = Report(all_facts[0]["backend"], all_facts)
+    check_devices(report)
+    return [finding for finding in report.findings if finding["verdict"] != "ok"]
 
 
 def test_nothing_to_complain_about() -> None:
@@ -206,9 +209,9 @@ def test_machines_that_do_not_fit(
     ranks: tuple[dict[str, Any], ...], verdict: str, text: str
 ) -> None:
     (finding,) = judged(*ranks)
-    assert finding.verdict == verdict
-    assert text in finding.text
-    assert finding.advice
+    assert finding["verdict"] == verdict
+    assert text in finding["text"]
+    assert finding["advice"]
 
 
 def test_a_link_that_changes_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,41 +234,42 @@ def test_a_link_that_changes_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
         assert transport is not None
         return measure(transport, torch.device("cpu"))
 
-    (link, *_), *_ = local.run(main, 2)
-    assert not link["intact"]
-    finding = judge_links([link])
-    assert finding.verdict == "failed"
-    assert finding.text.endswith(": 0 ↔ 1")
+    assert linked(*local.run(main, 2)) == ("failed", "what arrived is not what was sent: 0 ↔ 1")
+
+
+def linked(*measured: list[dict[str, Any]]) -> tuple[str, str]:
+    report = Report("gloo", [])
+    check_links(report, measured)
+    return report.findings[0]["verdict"], report.findings[0]["text"]
 
 
 def test_a_link_that_is_slow() -> None:
     good = {"latency": 1e-5, "bandwidth": 1e9, "intact": True}
     links = [{"ranks": [a, b], **good} for a in range(3) for b in range(a + 1, 3)]
-    assert judge_links(links).text == "3 links, both ways"
-    finding = judge_links([*links[:-1], {**links[-1], "bandwidth": 1e8}])
-    assert finding.verdict == "warning"
-    assert finding.text.endswith("1 ↔ 2")
+    assert linked(links) == ("ok", "3 links, both ways")
+    slow = [*links[:-1], {**links[-1], "bandwidth": 1e8}]
+    assert linked(slow) == ("warning", "less than a quarter of the usual rate: 1 ↔ 2")
 
 
-def test_gradients_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report("gloo", [FACTS, FACTS])
     found = Difference(3, 0, -1, 1, "1.0.weight", 0.5)
     monkeypatch.setattr(Pipeline, "verify", lambda *_, **__: Verification(9, found))
-    finding = try_pipeline(2, torch.device("cpu"))
-    assert finding.verdict == "failed"
-    assert finding.text == f"zbv differs from the plain model: {found}"
-
-
-def test_a_pipeline_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_pipeline(report, torch.device("cpu"))
     monkeypatch.setattr(Pipeline, "verify", Mock(side_effect=TransportError("rank 1 is gone")))
-    finding = try_pipeline(2, torch.device("cpu"))
-    assert (finding.verdict, finding.text) == ("failed", "zbv: rank 1 is gone")
+    check_pipeline(report, torch.device("cpu"))
+    assert [finding["text"] for finding in report.findings] == [
+        f"zbv differs from the plain model: {found}",
+        "zbv: rank 1 is gone",
+    ]
+    assert report.count("failed") == 2
 
 
 def test_all_that_is_wrong_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    ranks = [FACTS | {"rank": rank} for rank in range(9)]
     link = {"ranks": [7, 8], "latency": 2e-5, "bandwidth": 3e8, "intact": True}
-    findings = [Finding("x [y]", "failed", "no [luck]", "have [some]")]
-    Report("gloo", ranks, [link], findings).show()
+    report = Report("gloo", [FACTS | {"rank": rank} for rank in range(9)], [link])
+    report.add("x [y]", "failed", "no [luck]", "have [some]")
+    report.show()
     text = capsys.readouterr().out
     for part in ("✗ x [y]: no [luck]", "→ have [some]", "7 ↔ 8: 20.0 µs, 0.30 GB/s", "rank 8: "):
         assert part in text, part
