@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_map_only as tree_map_only
     from torch.utils._pytree import tree_structure as tree_structure
     from torch.utils._pytree import tree_unflatten as tree_unflatten
-
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("__"):  # Python itself asks for these
-        raise AttributeError(name)
-    return globals().setdefault(name, private(f"torch.utils._pytree.{name}", "a nested value"))
+else:
+    _NAMES = (
+        "SUPPORTED_NODES TreeSpec register_dataclass register_pytree_node tree_flatten tree_leaves "
+        "tree_flatten_with_path tree_map tree_map_only tree_structure tree_unflatten"
+    )
+    for _name in _NAMES.split():
+        globals()[_name] = private(f"torch.utils._pytree.{_name}", "nested values")
 
 
 def register_own(cls: Any, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
     """Register a class of this package; if torch lacks the function, making an object raises so."""
-    register = __getattr__("register_pytree_node")
-    reason = missing(register)
+    reason = missing(register_pytree_node)
     if reason is None:
-        register(cls, flatten, unflatten)
+        register_pytree_node(cls, flatten, unflatten)
     else:
         cls.__init__ = lambda *_, **__: _refuse(reason)
 
