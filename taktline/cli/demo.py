@@ -1,22 +1,26 @@
-"""The demo, part by part."""
+"""What ``taktline demo`` does: trains a small GPT on the source of this package, and compares."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from taktline.cli.demo.comparison import MeasuredSchedule, conclusion
-from taktline.cli.demo.gpt import GPT, Text, loss_fn
-from taktline.cli.launch import called
+import taktline
 from taktline.cli.options import rich_table
-from taktline.plan import Timeline
+from taktline.plan import Costs, Kind, Timeline, simulate
 from taktline.train import Pipeline
 
+_CONTEXT = 64
+_WIDTH = 96
+_HEADS = 4
 _SAMPLES = 4
 """In a micro-batch."""
 _COMPARED = 10
@@ -25,11 +29,66 @@ _ROUNDS = 7
 """In each, a step of every schedule is measured."""
 _RATE = 2e-3
 _ROUNDING = 1e-3
+_APART = """step: the median of rounds in which they took turns; predicted: by the simulator, from
+the measured costs; bubble: of that step, as on the page."""
+_TURNS = """These ranks share a thread, so step and bubble are those that the simulator predicts
+for a process each, from how long each action took."""
 _YOUR_OWN = """
     import taktline as tl
 
     pipe = tl.Pipeline(model, example=(x[:4],), microbatches=8, loss_fn=loss_fn, ranks=2)
     loss = pipe.step(x, target=y)"""
+
+
+class GPT(nn.Module):
+    """Predicts the next byte of a text; its head is its embedding."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.letters = nn.Embedding(256, _WIDTH)
+        self.places = nn.Embedding(_CONTEXT, _WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                _WIDTH, _HEADS, 4 * _WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.head = nn.Linear(_WIDTH, 256, bias=False)
+        for embedding in (self.letters, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
+        self.head.weight = self.letters.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        """How likely each byte is to come next, at each place."""
+        x = self.letters(text) + self.places(torch.arange(text.shape[1], device=text.device))
+        causal = nn.Transformer.generate_square_subsequent_mask(text.shape[1], device=text.device)
+        for block in self.blocks:
+            x = block(x, causal, is_causal=True)
+        return self.head(self.norm(x))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """The cross-entropy of the next letters."""
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Text:
+    """The package's own source code, and random passages of it."""
+
+    def __init__(self) -> None:
+        files = sorted(Path(taktline.__file__).parent.rglob("*.py"))
+        text = b"\n".join(file.read_bytes() for file in files)
+        self.files = len(files)
+        self.letters = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+    def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
+        """Passages, and each of them one letter further on; the same ones for a step each time."""
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(self.letters) - _CONTEXT, (size,), generator=generator)
+        passages = torch.stack([self.letters[start : start + _CONTEXT + 1] for start in starts])
+        return passages[:, :-1], passages[:, 1:]
 
 
 @dataclass
@@ -42,9 +101,11 @@ class Tour:
     steps: int
     output: Path
     local: bool
-    _text: Text = field(default_factory=Text, init=False)
+    command: str
+    """How the user calls taktline."""
 
     def __post_init__(self) -> None:
+        self._text = Text()
         self._silent = not self.local and os.environ["RANK"] != "0"  # one rank prints
         self._console = Console(quiet=self._silent, highlight=False)
 
@@ -132,22 +193,43 @@ class Tour:
                     parameter.grad = None
                 if round_:  # the first one learns the shapes
                     timelines.append(trace.timeline)
-        schedules = [
-            MeasuredSchedule(pipe.plan, ran, apart=not self.local)
-            for pipe, ran in zip(pipes, measured, strict=True)
-        ]
-        self._console.print(rich_table([schedule.row() for schedule in schedules], ["schedule"]))
-        self._say(conclusion(schedules))
-        return [schedule.middle for schedule in schedules]
+        middles = [middle(steps, self.local) for steps in measured]
+        rows: list[dict[str, str]] = []
+        for step, steps in zip(middles, measured, strict=True):
+            predicted = simulate(step.plan, Costs.from_timeline(*steps)).makespan
+            row = {"schedule": step.plan.name, "stages": str(step.plan.stages)}
+            row |= {"step/ms": f"{step.makespan:.0f}"}
+            row |= {"predicted": "–" if self.local else f"{predicted:.0f}"}
+            rows.append(row | {"bubble": f"{step.bubble():.1%}"})
+        self._console.print(rich_table(rows, ["schedule"]))
+        self._say(_TURNS if self.local else _APART)
+        return middles
 
     def _say_goodbye(self, timelines: list[Timeline]) -> None:
         if not self._silent:
             first, *others = timelines
             self.output.write_text(first.to_html(*others), encoding="utf-8")
-        command = called()
         self._title("What next")
         self._say(f"These steps, to zoom and hover:  {self.output.resolve()}")
-        self._say(f"Another schedule:  {command} demo --ranks 4 --schedule zbv --local")
-        self._say(f"All of them:       {command} compare")
+        self._say(f"Another schedule:  {self.command} demo --ranks 4 --schedule zbv --local")
+        self._say(f"All of them:       {self.command} compare")
         self._say("Your own model, in Python:")
         self._say(_YOUR_OWN)
+
+
+def middle(steps: Sequence[Timeline], taking_turns: bool) -> Timeline:
+    """The step that takes the median of the times.
+
+    Of ranks that took turns, in one thread, each step is predicted from how long each action took.
+    """
+    if taking_turns:
+        steps = [simulate(step.plan, durations(step)) for step in steps]
+    return sorted(steps, key=lambda step: step.makespan)[len(steps) // 2]
+
+
+def durations(timeline: Timeline) -> Costs:
+    """The costs of a step without any waiting or messages: as if each rank went on at once."""
+    rows = timeline.plan.rows
+    took = np.where(rows.kind <= Kind.W, timeline.end - timeline.start, 0.0)
+    end = np.cumsum(np.where(rows.second_of_pair(), 0.0, took))
+    return Costs.from_timeline(replace(timeline, start=end - took, end=end, arrival=None))
