@@ -106,8 +106,8 @@ def _record(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record
             raise
         except Exception as error:
             error.add_note(
-                f"taktline.split.by_names ran the forward of {empty.kind.__name__} without data, "
-                "to record its steps"
+                f"Taktline ran the forward of {empty.kind.__name__} without data, to record its "
+                "steps"
             )
             raise
         finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -149,3 +150,16 @@ def loss_in_output(output: Any, target: Any) -> torch.Tensor:
         several = "several numbers" if numbers else "no loss"
         raise LossError(f"the model returns {several} in its {type(output).__name__}; {_NEEDED}")
     return numbers[0]
+
+
+@contextmanager
+def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
+    """Put modules into training or evaluation; at the end each part is as before."""
+    before = {part: part.training for module in modules for part in module.modules()}
+    try:
+        for module in modules:
+            module.train(training)
+        yield
+    finally:
+        for part, mode in before.items():
+            part.training = mode
