@@ -103,9 +103,10 @@ class Placement:
         changed = {n: memory for n, memory in record.state_memory.items() if memory in writes}
         for step, stage in self.at.items() if changed else ():
             states = {state.name for state in step.states}
+            viewed = {record.memory[value] for value in step.reads}
             unit = f"{step.target}." if step.kind is Kind.UNIT else "?"
             for name, memory in changed.items():
-                if name in states or name.startswith(unit):
+                if name in states or memory in viewed or name.startswith(unit):
                     uses[memory].add(stage)
         for name, memory in changed.items():
             if len(uses[memory]) > 1:

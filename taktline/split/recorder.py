@@ -25,7 +25,7 @@ from taktline.split.empty_model import EmptyModel
 from taktline.split.nested import Path, all_tensors, is_object, mapped, walk
 from taktline.split.patches import replaced
 from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, State, Step, Value
-from taktline.split.torch_functions import EFFECTS, METADATA, PIPE_SPLIT, SIZES
+from taktline.split.torch_functions import EFFECTS, METADATA, PIPE_SPLIT, SIZES, STATISTICS
 from taktline.split.user_code import line_of_user
 from taktline.split.without_data import Fakes, NeedsData, is_fake, is_transformed
 
@@ -222,6 +222,9 @@ class Recorder(TorchFunctionMode):
         step = self.add_step(Kind.CALL, func, (args, kwargs))
         draws = before is not None and before != self._random_state()
         step.draws = draws or name in EFFECTS or own is not None
+        if name in STATISTICS:
+            names = {state.name for state in step.states} - self.empty.parameters
+            writes += [self.record.state_memory[name] for name in names]
         step.writes = frozenset(writes)
         step.output = self.outputs(output, f"{name} ({step.line})")
         is_free = not step.draws and self.unknown.isdisjoint(step.reads)

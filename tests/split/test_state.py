@@ -39,6 +39,17 @@ def test_a_buffer_is_in_the_stage_that_changes_it() -> None:
     assert torch.equal(model.total, reference.total)
 
 
+class Viewed(Counts):
+    """Another stage would see what later micro-batches have made of the buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        view, x = self.total[None], self.a(x)
+        with torch.no_grad():
+            self.total.add_(1)
+        tl.pipe_split()
+        return self.b(x) + view
+
+
 class Late(Counts):
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)
@@ -47,7 +58,20 @@ class Late(Counts):
         return self.b(x + self.total)
 
 
-@pytest.mark.parametrize("kind", [Late])
+class Functional(Counts):
+    var: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.batch_norm(self.a(x), self.total, self.var, training=True)
+        tl.pipe_split()
+        return self.b(x + self.total)
+
+
+@pytest.mark.parametrize("kind", [Viewed, Late, Functional])
 def test_a_buffer_that_one_stage_changes_and_another_uses(kind: type[Counts]) -> None:
     with pytest.raises(PartitionError, match=r"changes 'total', which stages \[0, 1\] use; cut"):
         tl.pipeline(kind(), (torch.randn(2, 4),))
