@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.arguments import Args, Call, Kwargs
+from taktline.split.arguments import Args, Call, Kwargs, device_of
 from taktline.split.cut import Placement, StagePlan, starts_of
 from taktline.split.empty_model import EmptyModel
 from taktline.split.hugging_face import require_no_cache, without_cache
@@ -82,6 +82,7 @@ class CutModel:
         place: int,
         record: Record | None = None,
         casts: Casts | None = None,
+        device: torch.device | None = None,
     ) -> Known:
         """Record a call of a kind; ``place`` is how many of that kind are known to differ."""
         with self.lock:
@@ -90,7 +91,7 @@ class CutModel:
                 return found[place]
             if self.empty.model.training != training:
                 self.empty.model.train(training)
-            record = record or record_twice(self.empty, call, casts)
+            record = record or record_twice(self.empty, call, casts, device)
             known = Known(record, Placement(record, self.starts(record)).plans())
             if self.first is not None and len(known.plans) != self.stages:
                 raise PartitionError(
@@ -176,7 +177,7 @@ class StageRunner:
         key = (
             key_of(call, tensors),
             module.training,
-            Modes.now(_devices_of(tensors)),
+            Modes.now(_devices_of((*tensors, *received))),
             torch.is_inference_mode_enabled(),
         )
         try:
@@ -202,7 +203,9 @@ class StageRunner:
         key = (*key, cut.empty.retyped, *self.casts.items())
         known, place = len(cut.known(key)), 0
         while True:
-            record, plans = cut.learn(key, call, module.training, place, casts=self.casts)
+            record, plans = cut.learn(
+                key, call, module.training, place, None, self.casts, device_of((tensors, received))
+            )
             rest = plans[at + 1].arguments if at + 1 < len(plans) else None
             program = Program(record, plans[at], rest)
             if place == known or program.holds(module, tensors, received):

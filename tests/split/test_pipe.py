@@ -12,6 +12,8 @@ import torch.distributed.pipelining as peer
 from torch import Tensor, fx, nn
 
 import taktline as tl
+from taktline import pytree
+from taktline.compat import torch_pipelining
 from taktline.errors import PartitionError
 from tests.split.models import BEGINNING, CASES, END, Three, make
 
@@ -245,6 +247,23 @@ def test_a_parameter_that_the_forward_itself_uses_in_several_stages() -> None:
         torch.autograd.grad(net(x).sum(), list(model.parameters())) for net in (pipe, model)
     )
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("make_pipe", [tl.pipeline, torch_pipelining.pipeline])
+def test_what_a_stage_creates_is_on_its_device(make_pipe: Any) -> None:
+    class Positions(Three):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            tl.pipe_split()
+            return self.b(x) + torch.arange(4, device=x.device)
+
+    model, x = Positions(), torch.randn(2, 4)
+    pipe = make_pipe(model, (x,))
+    pipe.cuda()
+    (found,) = pytree.tree_leaves(pipe(x.cuda()))
+    assert torch.equal(found, model.cuda()(x.cuda()))
 
 
 def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
