@@ -49,8 +49,6 @@ class DeferredBatchNorm(nn.BatchNorm1d):
     micro-batch by itself. Outside of a pipeline this is a plain batch norm. Blocks that
     checkpointing runs a second time do not count twice, and failed steps do not count.
 
-    It works in models that are cut by hand or by name, not in traced ones.
-
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     >>> DeferredBatchNorm.convert(model)[1]
     DeferredBatchNorm(8, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)

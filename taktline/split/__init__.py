@@ -1,6 +1,6 @@
-"""Models cut into stages: by hand, by the names of submodules, or traced with torch.export.
+"""Models cut into stages: by hand, by the names of submodules, or at split points.
 
-A model that is cut by names runs once, without data, and is recorded. In reading order:
+A model that is cut runs once, without data, and is recorded. In reading order:
 
 - ``steps``: the steps of a forward, calls of submodules (*units*) and functions of torch between
   them; ``nested`` finds tensors in nested values;
@@ -11,7 +11,7 @@ A model that is cut by names runs once, without data, and is recorded. In readin
 - ``program`` runs the steps of a stage, for one of the ``kinds`` of calls, and ``recorded_stage``
   is the module of a stage;
 - ``by_names`` checks cuts and makes the stages, and ``auto`` finds cuts that cost the same, by
-  ``operations`` or ``times``.
+  ``operations`` or ``times``; ``pipe`` finds split points, and has the names of torch.
 
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -22,9 +22,8 @@ Pieces(2 stages: 20, 10 parameters)
 from taktline.split.auto import auto
 from taktline.split.by_names import by_names
 from taktline.split.on_meta import deferred, materialise
+from taktline.split.pipe import Pipe, PipeInfo, SplitPoint, build_stage, pipe_split, pipeline
 from taktline.split.stages import Pieces, by_hand
-from taktline.split.traced.pipe import Pipe, PipeInfo, build_stage, pipeline
-from taktline.split.traced.trace import SplitPoint, pipe_split
 
 __all__ = [
     "Pieces",

@@ -73,15 +73,22 @@ def pieces_of(
     record: Record | None = None,
 ) -> Pieces:
     """The stages of a model; ``record`` is that of the call, if it was recorded before."""
-    cut = CutModel(empty, cuts, _arguments_of(model))
+    return stages_of(model, CutModel(empty, cuts, arguments_of_forward(model)), call, record)
+
+
+def stages_of(
+    model: nn.Module, cut: CutModel, call: Call | None, record: Record | None = None
+) -> Pieces:
+    """The stages of a model, as it is cut."""
     known = _dummy_inputs(cut, model) if call is None else _learned(cut, model, call, record)
     cut.is_example = call is not None
     cut.homes = _homes_by_definition(cut) if known is None else _homes_by_use(cut, known)
     modules = [make_stage(model, cut, stage) for stage in range(cut.stages)]
-    return Pieces(modules, cuts=map(str, cuts), model=model)
+    return Pieces(modules, cuts=map(str, cut.cuts), model=model)
 
 
-def _arguments_of(model: nn.Module) -> tuple[str, ...]:
+def arguments_of_forward(model: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of a model."""
     return tuple(signature(type(model).forward).parameters)[1:]
 
 
@@ -160,7 +167,7 @@ def as_call(model: nn.Module, example: Any) -> Call:
                 f"the example has a nested tensor ({layout}), which cannot go from stage to stage; "
                 "pass its values() and offsets()"
             )
-    call = args, without_cache(_arguments_of(model)[len(args) :], kwargs)
+    call = args, without_cache(arguments_of_forward(model)[len(args) :], kwargs)
     config = getattr(model, "config", None)
     if call[1] is not kwargs and getattr(config, "is_encoder_decoder", False):
         _log.warning(
@@ -170,13 +177,11 @@ def as_call(model: nn.Module, example: Any) -> Call:
         )
     tensors = (*model.parameters(), *model.buffers())
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
-    if device is None:
-        return call
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:  # only its shape matters
-            return torch.zeros_like(tensor, device=device)
-        return tensor.to(device)
+            return torch.zeros_like(tensor, device=device or "cpu")
+        return tensor if device is None else tensor.to(device)
 
     return pytree.tree_map_only(torch.Tensor, moved, call)
 

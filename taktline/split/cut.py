@@ -10,6 +10,7 @@ itself. Everything else runs once, on the stage in which the forward has got to 
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,14 +57,13 @@ class Placement:
 
     Args:
         record: the forward.
-        cuts: the calls of units with which stages begin, from the second on.
-        name: what the model is called in errors.
+        starts: the numbers of the steps with which stages begin, from the second on.
     """
 
-    def __init__(self, record: Record, cuts: Sequence[Cut], name: str) -> None:
+    def __init__(self, record: Record, starts: Sequence[int]) -> None:
         self.record = record
-        self.stages = len(cuts) + 1
-        self.at = _stages_of(record, cuts, name)
+        self.stages = len(starts) + 1
+        self.at = {step: bisect(starts, place) for place, step in enumerate(record.steps)}
         self.given = set(parts_in(record.given, Value))
         self.homes: dict[Value, int] = dict.fromkeys(self.given, 0)
         self.made: dict[Step, list[Value]] = {}
@@ -103,9 +103,10 @@ class Placement:
         changed = {n: memory for n, memory in record.state_memory.items() if memory in writes}
         for step, stage in self.at.items() if changed else ():
             states = {state.name for state in step.states}
+            viewed = {record.memory[value] for value in step.reads}
             unit = f"{step.target}." if step.kind is Kind.UNIT else "?"
             for name, memory in changed.items():
-                if name in states or name.startswith(unit):
+                if name in states or memory in viewed or name.startswith(unit):
                     uses[memory].add(stage)
         for name, memory in changed.items():
             if len(uses[memory]) > 1:
@@ -181,8 +182,8 @@ class Placement:
         return frozenset(copied.values())
 
 
-def _stages_of(record: Record, cuts: Sequence[Cut], name: str) -> dict[Step, int]:
-    """The stage in which each step is."""
+def starts_of(record: Record, cuts: Sequence[Cut], name: str) -> list[int]:
+    """The steps that are the calls at which a model is cut; ``name`` is the model's in errors."""
     calls = {cut: place for place, cut in enumerate(record.costs)}
     for cut in cuts:
         if cut not in calls:
@@ -196,9 +197,9 @@ def _stages_of(record: Record, cuts: Sequence[Cut], name: str) -> dict[Step, int
                 f"the forward of {name} calls {following!r} before {cut!r}; list the cuts in the "
                 "order of their calls"
             )
-    found, waiting = dict[Step, int](), list(cuts)
-    for step in record.steps:
-        if step.kind is Kind.UNIT and Cut(step.target, step.call) in waiting[:1]:
-            waiting.pop(0)
-        found[step] = len(cuts) - len(waiting)
-    return found
+    places = {
+        Cut(step.target, step.call): place
+        for place, step in enumerate(record.steps)
+        if step.kind is Kind.UNIT
+    }
+    return [places[cut] for cut in cuts]

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from inspect import signature
 from typing import Any
@@ -47,12 +47,13 @@ class EmptyModel:
     Args:
         model: stays as it is.
         cuts: what is around these is opened.
+        opened: more modules to open.
     """
 
-    def __init__(self, model: nn.Module, cuts: Sequence[Cut]) -> None:
+    def __init__(self, model: nn.Module, cuts: Sequence[Cut], opened: Collection[str] = ()) -> None:
         _require_own_hooks(model)
         self.kind = type(model)
-        units = _units_of(model, cuts)
+        units = _units_of(model, cuts, opened)
         inside = {id(part) for name in units for part in model.get_submodule(name).modules()}
         memo: dict[int, Any] = {}
         for module in model.modules():
@@ -130,13 +131,13 @@ class EmptyModel:
             self.retyped += 1
 
 
-def _units_of(model: nn.Module, cuts: Sequence[Cut]) -> list[str]:
+def _units_of(model: nn.Module, cuts: Sequence[Cut], opened: Collection[str]) -> list[str]:
     """The submodules in containers that have a state, begin a stage, or have hooks.
 
     Containers are the ancestors of the cuts, and modules without a forward in them, such as lists.
     """
     begin, found = {cut.unit for cut in cuts}, list[str]()
-    containers = {"", *(name for unit in begin for name in ancestors(unit))}
+    containers = {"", *opened, *(name for unit in (*begin, *opened) for name in ancestors(unit))}
     for name, module in model.named_modules(remove_duplicate=False):
         if name and name.rpartition(".")[0] not in containers:
             continue
@@ -164,7 +165,9 @@ def _require_plain(name: str, module: nn.Module) -> None:
             f"{who} has a hook, but is cut: it runs once, while it is recorded, and no stage "
             "calls it; use a hook of a submodule that is in one stage"
         )
-    if "forward" in vars(module):
+    forward: Any = vars(module).get("forward")
+    is_method = getattr(forward, "__self__", None) is module and not forward.__func__.__closure__
+    if forward is not None and not is_method:
         raise PartitionError(
             f"the forward of {who} was replaced on this object, by one that may refer to the "
             "whole model; cut the model before its forward is wrapped"

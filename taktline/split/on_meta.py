@@ -92,9 +92,6 @@ def materialise(
         raise ArgumentError(f"device {device} cannot be used here: {error}") from error
     for tensor, value in values.items():
         _install(piece, tensor, names[tensor], value)
-    for part in piece.modules():
-        if hasattr(part, "set_graph_device"):  # a traced stage, whose graph creates tensors
-            part.set_graph_device(device)  # pyright: ignore[reportCallIssue]
     return piece.to(device)
 
 

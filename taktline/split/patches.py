@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 _generator = private(
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator", "a recorded forward"
 )
+
+
+recording = SimpleNamespace(recorder=None)
+"""Knows the recorder that is at work."""
 
 
 @contextmanager
@@ -78,6 +83,7 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
         # What torch writes of operations that cannot run without data.
         stack.enter_context(replaced(logging.getLogger(_LOG), disabled=True))
         stack.enter_context(RecordedAside(recorder))
+        stack.enter_context(replaced(recording, recorder=recorder))
         yield
 
 

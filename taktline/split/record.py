@@ -38,14 +38,25 @@ _DEPTH = 4
 """How deep in the attributes of modules changes are found."""
 
 
-def record_twice(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record:
-    """The record of a call; raises if no two records are alike."""
+def record_twice(
+    empty: EmptyModel,
+    call: Call,
+    casts: Casts | None = None,
+    device: torch.device | None = None,
+) -> Record:
+    """The record of a call; raises if no two records are alike.
+
+    ``device`` is where it runs if no argument says so.
+    """
+    device = device or device_of(call)
+    if device.type == "meta":
+        device = torch.device("cpu")
     runs: list[tuple[Record, dict[str, str]]] = []
     changed: list[str] = []
     found = None
     for attempt in range(3):  # a first call may fill a cache of the model
         with _seeded(attempt):
-            runs.append((_record(empty, call, casts), _state_of(empty)))
+            runs.append((_record(empty, call, device, casts), _state_of(empty)))
         if attempt:
             (last, before), (made, after) = runs[-2:]
             changed = [name for name in after if before.get(name) != after[name]]
@@ -81,9 +92,10 @@ def _seeded(seed: int) -> Iterator[None]:
             numpy.random.set_state(state[1])
 
 
-def _record(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record:
+def _record(
+    empty: EmptyModel, call: Call, device: torch.device, casts: Casts | None = None
+) -> Record:
     """Run the forward of a model once with these arguments."""
-    device = device_of(call)
     fakes = Fakes(device, casts or {})
     with (
         _lock,
@@ -106,8 +118,8 @@ def _record(empty: EmptyModel, call: Call, casts: Casts | None = None) -> Record
             raise
         except Exception as error:
             error.add_note(
-                f"taktline.split.by_names ran the forward of {empty.kind.__name__} without data, "
-                "to record its steps"
+                f"Taktline ran the forward of {empty.kind.__name__} without data, to record its "
+                "steps"
             )
             raise
         finally:

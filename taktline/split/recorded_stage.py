@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.arguments import Args, Call, Kwargs
-from taktline.split.cut import Placement, StagePlan
+from taktline.split.arguments import Args, Call, Kwargs, device_of
+from taktline.split.cut import Placement, StagePlan, starts_of
 from taktline.split.empty_model import EmptyModel
 from taktline.split.hugging_face import require_no_cache, without_cache
 from taktline.split.kinds import key_of
@@ -45,10 +45,18 @@ class CutModel:
         empty: the model without data.
         cuts: the calls of units with which stages begin, from the second on.
         arguments: the names of the arguments of the model's forward.
+        starts: finds the steps with which stages begin, instead of cuts.
     """
 
-    def __init__(self, empty: EmptyModel, cuts: Sequence[Cut], arguments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        empty: EmptyModel,
+        cuts: Sequence[Cut],
+        arguments: Sequence[str],
+        starts: Callable[[Record], list[int]] | None = None,
+    ) -> None:
         self.empty, self.cuts, self.arguments = empty, tuple(cuts), tuple(arguments)
+        self.starts = starts or partial(starts_of, cuts=self.cuts, name=empty.kind.__name__)
         self.homes: dict[str, frozenset[int]] = {}
         """The stages that have each unit, and each parameter that the forward itself uses."""
         self.is_example = False
@@ -64,7 +72,7 @@ class CutModel:
     @property
     def stages(self) -> int:
         """The number of stages."""
-        return len(self.cuts) + 1
+        return len(self.cuts) + 1 if self.first is None else len(self.first.plans)
 
     def learn(
         self,
@@ -74,6 +82,7 @@ class CutModel:
         place: int,
         record: Record | None = None,
         casts: Casts | None = None,
+        device: torch.device | None = None,
     ) -> Known:
         """Record a call of a kind; ``place`` is how many of that kind are known to differ."""
         with self.lock:
@@ -82,8 +91,14 @@ class CutModel:
                 return found[place]
             if self.empty.model.training != training:
                 self.empty.model.train(training)
-            record = record or record_twice(self.empty, call, casts)
-            known = Known(record, Placement(record, self.cuts, self.empty.kind.__name__).plans())
+            record = record or record_twice(self.empty, call, casts, device)
+            known = Known(record, Placement(record, self.starts(record)).plans())
+            if self.first is not None and len(known.plans) != self.stages:
+                raise PartitionError(
+                    f"the forward of {self.empty.kind.__name__} has {len(known.plans) - 1} split "
+                    f"points in this call, and {self.stages - 1} in the example; let it call "
+                    "pipe_split() as often, also in evaluation"
+                )
             self._require_at_home(known)
             self.first = self.first or known
             found.append(known)
@@ -162,7 +177,7 @@ class StageRunner:
         key = (
             key_of(call, tensors),
             module.training,
-            Modes.now(_devices_of(tensors)),
+            Modes.now(_devices_of((*tensors, *received))),
             torch.is_inference_mode_enabled(),
         )
         try:
@@ -188,7 +203,9 @@ class StageRunner:
         key = (*key, cut.empty.retyped, *self.casts.items())
         known, place = len(cut.known(key)), 0
         while True:
-            record, plans = cut.learn(key, call, module.training, place, casts=self.casts)
+            record, plans = cut.learn(
+                key, call, module.training, place, None, self.casts, device_of((tensors, received))
+            )
             rest = plans[at + 1].arguments if at + 1 < len(plans) else None
             program = Program(record, plans[at], rest)
             if place == known or program.holds(module, tensors, received):

@@ -25,7 +25,7 @@ from taktline.split.empty_model import EmptyModel
 from taktline.split.nested import Path, all_tensors, is_object, mapped, walk
 from taktline.split.patches import replaced
 from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, State, Step, Value
-from taktline.split.torch_functions import EFFECTS, METADATA, SIZES
+from taktline.split.torch_functions import EFFECTS, METADATA, PIPE_SPLIT, SIZES, STATISTICS
 from taktline.split.user_code import line_of_user
 from taktline.split.without_data import Fakes, NeedsData, is_fake, is_transformed
 
@@ -40,8 +40,8 @@ class Recorder(TorchFunctionMode):
     def __init__(self, empty: EmptyModel, fakes: Fakes, devices: tuple[str, ...]) -> None:
         super().__init__()
         self.empty, self.fakes, self.devices = empty, fakes, devices
-        self.is_inside = False
-        """Whether a unit or a function runs, whose own calls are not steps."""
+        self.is_inside: bool | str = False
+        """Whether a function or a unit (its name) runs, whose own calls are not steps."""
         self.thread = threading.get_ident()
         self.values: dict[int, Value] = {}
         self.unknown: set[Value] = set()
@@ -84,6 +84,20 @@ class Recorder(TorchFunctionMode):
     def is_recording(self) -> bool:
         """Whether what this thread calls now is a step."""
         return not self.is_inside and threading.get_ident() == self.thread
+
+    def mark(self) -> None:
+        """Note that the forward calls ``pipe_split()``."""
+        if threading.get_ident() != self.thread:
+            return
+        if self.is_inside is True:
+            raise PartitionError(
+                f"{line_of_user()}: a split point is inside a region that cannot be cut, a "
+                "function of torch such as torch.cond; move the split point before or after it"
+            )
+        if self.is_inside:
+            self.record.marked_units.add(self.is_inside)
+        else:
+            self.record.marks.append(len(self.record.steps))
 
     def region(self, preserves_rng: bool) -> AbstractContextManager[None]:
         """Let steps be inside of a checkpoint."""
@@ -167,13 +181,15 @@ class Recorder(TorchFunctionMode):
 
     def function(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Call a function, and record it if the forward itself calls it."""
+        if name_of(func) in PIPE_SPLIT:
+            return self.mark()
         if not self.is_recording:
             return func(*args, **kwargs)
         with replaced(self, is_inside=True):
             return self._function(func, args, kwargs)
 
     def _function(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        given, name = all_tensors((args, kwargs)), _name_of(func)
+        given, name = all_tensors((args, kwargs)), name_of(func)
         if name == "apply":  # a function of autograd, of the user's own
             require_no_modules((args, kwargs))
         sized = [tensor for tensor in given if self.known(tensor) in self.record.sized]
@@ -206,6 +222,9 @@ class Recorder(TorchFunctionMode):
         step = self.add_step(Kind.CALL, func, (args, kwargs))
         draws = before is not None and before != self._random_state()
         step.draws = draws or name in EFFECTS or own is not None
+        if name in STATISTICS:
+            names = {state.name for state in step.states} - self.empty.parameters
+            writes += [self.record.state_memory[name] for name in names]
         step.writes = frozenset(writes)
         step.output = self.outputs(output, f"{name} ({step.line})")
         is_free = not step.draws and self.unknown.isdisjoint(step.reads)
@@ -254,14 +273,21 @@ class Recorder(TorchFunctionMode):
 
     def module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module; if it is a unit, record it."""
-        if self.is_recording and id(module) in self.unit_names:
-            with replaced(self, is_inside=True):
+        begin = len(self.record.steps)
+        is_unit = self.is_recording and id(module) in self.unit_names
+        if is_unit:
+            with replaced(self, is_inside=self.unit_names[id(module)]):
                 output = self._unit(module, partial(call, module), (args, kwargs))
         else:
             output = call(module, *args, **kwargs)
-        is_here = threading.get_ident() == self.thread and id(module) in self.module_names
-        if is_here and call is _CALL:  # once, also if its class has a __call__ of its own
-            self.record.runs[self.module_names[id(module)]] += 1
+        # Each call once, also if its class has a __call__ of its own.
+        name = self.module_names.get(id(module))
+        if name is None or threading.get_ident() != self.thread:
+            return output
+        if not self.is_inside and (is_unit or call is _CALL):
+            self.record.spans.append((name, begin, len(self.record.steps)))
+        if call is _CALL:
+            self.record.runs[name] += 1
             if self.is_inside and (path := self.inner_names.get(id(module))):
                 self._note_inner(path, output)
         return output
@@ -333,7 +359,8 @@ def _needs_data(name: str) -> PartitionError:
     )
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """What a function, a method or an attribute of torch is called."""
     name = getattr(func, "__name__", type(func).__name__)
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", name)

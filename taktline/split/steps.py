@@ -174,6 +174,12 @@ class Record:
     """What each call of a unit costs, in the order of the calls."""
     runs: Counter[str] = field(default_factory=Counter)
     """How often each module has run, also inside of units."""
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    """Calls of modules that are in no unit: the first step of each, and the one after it."""
+    marks: list[int] = field(default_factory=list)
+    """The steps before which the forward has called ``pipe_split()``."""
+    marked_units: set[str] = field(default_factory=set)
+    """The units that call ``pipe_split()`` inside."""
 
     def calls(self) -> Counter[str]:
         """How often each unit is called."""

@@ -20,3 +20,7 @@ EFFECTS = frozenset(
     ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "call_aside")
 )
 """Functions that do something beside what they return."""
+STATISTICS = frozenset(("batch_norm", "instance_norm"))
+"""Functions that change buffers, which torch does not show."""
+PIPE_SPLIT = frozenset(("pipe_split", "_pipe_split", "_pipe_split.default"))
+"""Functions with which stages begin: ours, and the operator of torch."""

@@ -17,7 +17,6 @@ from taktline.errors import ScheduleError
 from taktline.plan import Kind
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.split.arguments import arguments_of
-from taktline.split.traced.trace import in_mode
 from taktline.train.arguments import as_timedelta, check, names_of
 from taktline.train.as_module import AsModule
 from taktline.train.build import Prepare, build
@@ -30,7 +29,7 @@ from taktline.train.model_stages import Model
 from taktline.train.monitoring import Monitoring
 from taktline.train.preemption import PREEMPTED
 from taktline.train.save_load import SaveLoad
-from taktline.train.steps import Outputs, loss_in_output, note_loss, run, with_own_loss
+from taktline.train.steps import Outputs, in_mode, loss_in_output, note_loss, run, with_own_loss
 from taktline.train.verify import verify
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -173,3 +174,16 @@ def _explain_backward(error: BaseException) -> None:
 
 
 notes.append(_explain_backward)
+
+
+@contextmanager
+def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
+    """Put modules into training or evaluation; at the end each part is as before."""
+    before = {part: part.training for module in modules for part in module.modules()}
+    try:
+        for module in modules:
+            module.train(training)
+        yield
+    finally:
+        for part, mode in before.items():
+            part.training = mode

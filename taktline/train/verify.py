@@ -13,7 +13,6 @@ from taktline.checks import Either, require_instance
 from taktline.device import keep_generators
 from taktline.errors import UseError
 from taktline.runtime.watchdog import guarded
-from taktline.split.traced.trace import in_mode
 from taktline.stage.names import named_buffers, named_modules, named_parameters
 from taktline.stage.unchanged import unchanged
 from taktline.train.broadcast import broadcast
@@ -27,7 +26,7 @@ from taktline.train.comparison import (
     cloned,
 )
 from taktline.train.state_dict import gathered_state
-from taktline.train.steps import forward_order, run
+from taktline.train.steps import forward_order, in_mode, run
 from taktline.transport.exchange import share_values
 
 _DROPOUTS = (

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from taktline.errors import MismatchError
 from taktline.split.recorded_stage import with_own_tables
-from taktline.split.traced.stage_module import StageModule
 from taktline.stage.grad_sync import sync_of
 from taktline.train.ranks import Ranks
 
@@ -70,8 +69,7 @@ def _sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    # The modules of a traced stage hold parameters, and are never called.
-    for path, layer in () if isinstance(module, StageModule) else _layers(module):
+    for path, layer in _layers(module):
         held = [name for parameter in layer.parameters() for name in names[parameter]]
         # What it shares with others is sharded with the stage: FSDP2 shards a parameter once.
         if held and all(name.startswith(path) for name in held):

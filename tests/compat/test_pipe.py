@@ -1,4 +1,4 @@
-"""Models cut by tracing, under torch's names."""
+"""Models cut at split points, under torch's names."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from taktline.compat.torch_pipelining import (
 )
 from taktline.compat.torch_pipelining._utils import PipeliningShapeError
 from taktline.compat.torch_pipelining.stage import _PipelineStageBase
+from taktline.errors import SignatureError
 from tests.compat.peer import SINCE_2_13, module
 
 _X = torch.randn(2, 4)
@@ -57,8 +58,14 @@ def test_a_pipe_gives_a_tuple_and_keeps_the_names() -> None:
     torch.testing.assert_close(out, model(_X, constant))
     (out,) = pipe(_X, constant)
     torch.testing.assert_close(out, model(_X, constant))
-    names = [name for stage in range(4) for name in pipe.get_stage_module(stage).state_dict()]
-    assert sorted(names) == sorted(model.state_dict())
+    stages = [pipe.get_stage_module(stage) for stage in range(4)]
+    assert {name for stage in stages for name in stage.state_dict()} == {*model.state_dict()}
+    parameters = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert sorted(parameters) == sorted(name for name, _ in model.named_parameters())
+    value: Any = (_X, constant)
+    for stage in stages:  # they give each other plain tensors
+        value = stage(*value)
+    assert torch.equal(value, model(_X, constant))
 
 
 def test_where_a_model_is_cut() -> None:
@@ -66,13 +73,13 @@ def test_where_a_model_is_cut() -> None:
     assert pipeline(model, (_X,)).num_stages == 1
     assert pipeline(model, (_X,), split_spec={"1": SplitPoint.END}).num_stages == 2
 
-    def policy(traced: fx.GraphModule) -> fx.GraphModule:
-        for node in traced.graph.nodes:
+    def policy(recorded: fx.GraphModule) -> fx.GraphModule:
+        for node in recorded.graph.nodes:
             if node.op == "call_function" and "relu" in node.name:
-                with traced.graph.inserting_after(node):
-                    traced.graph.call_function(_IR.aten_pipe_split_alias, (), {})
-        traced.recompile()
-        return traced
+                with recorded.graph.inserting_after(node):
+                    recorded.graph.call_function(_IR.aten_pipe_split_alias, (), {})
+        recorded.recompile()
+        return recorded
 
     pipe = Pipe.from_tracing(model, (_X,), split_policy=policy)
     assert (pipe.num_stages, Pipe._number_and_count_forward_stages(pipe.split_gm)) == (2, 2)
@@ -92,19 +99,56 @@ def test_points_that_there_are_not(kind: type[Exception], spec: Any) -> None:
         pipeline(model, (_X,), split_spec=spec)
     with pytest.raises(kind):
         _IR.annotate_split_points(model, spec)
+    example: Any = _X
+    with pytest.raises(RuntimeError, match="mb_args must be a tuple of arguments, not"):
+        pipeline(model, example)
 
 
 class Fussy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
         return x if x.sum() > 0 else -x
 
 
-def test_a_model_that_cannot_be_traced_is_a_runtime_error() -> None:
+def test_a_model_that_cannot_be_cut_is_a_runtime_error() -> None:
     for package in module("._IR"):
         with pytest.raises(RuntimeError):
             package.pipeline(Fussy(), (_X,))
         with pytest.raises(RuntimeError):
             package.Pipe._trace_with_export(Fussy(), (_X,))
+
+
+class Reads(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        pipe_split()
+        return y if x.sum() > 0 else -y
+
+
+def test_another_way_than_that_of_the_example_is_refused() -> None:
+    """Only tensors go from stage to stage, which may be others on another way."""
+    pipe = pipeline(Reads(), (torch.ones(2, 4),))
+    torch.testing.assert_close(pipe(torch.ones(2, 4))[0], torch.full((2, 4), 2.0))
+    with pytest.raises(SignatureError, match=r"reads other numbers from its arguments .* example"):
+        pipe(-torch.ones(2, 4))
+
+
+def test_modes_and_types() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    pipe = pipeline(model, (_X,), split_spec={"1": SplitPoint.END})
+    for mode in (False, True):
+        for each in (pipe, model):
+            each.train(mode)
+        torch.manual_seed(0)
+        found = pipe(_X)[0]
+        torch.manual_seed(0)
+        assert torch.equal(found, model(_X))
+    with torch.no_grad():
+        assert torch.equal(pipe.eval()(_X)[0], model.eval()(_X))
 
 
 def test_any_output_becomes_a_tuple_of_its_tensors() -> None:
@@ -177,22 +221,22 @@ def test_an_exported_model_is_cut() -> None:
     torch.testing.assert_close(pipe(_X)[0], model(_X))
     assert {id(p) for p in pipe.parameters()} == {id(p) for p in model.parameters()}
 
-    def policy(traced: fx.GraphModule) -> fx.GraphModule:
-        for node in list(traced.graph.nodes):
-            if node.op == "call_function" and node.target is _IR.aten_pipe_split_alias:
-                traced.graph.erase_node(node)
-        traced.recompile()
-        return traced
+    def policy(recorded: fx.GraphModule) -> fx.GraphModule:
+        marks = [n for n in recorded.graph.nodes if n.target is _IR.aten_pipe_split_alias]
+        for node in marks[1:]:
+            recorded.graph.erase_node(node)
+        recorded.recompile()
+        return recorded
 
-    assert Pipe._from_traced(model, program, split_policy=policy).num_stages == 1
+    assert Pipe._from_traced(model, program, split_policy=policy).num_stages == 2
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_a_shape_that_was_not_traced_is_torchs_error() -> None:
+def test_another_shape_than_that_of_the_example_is_torchs_error() -> None:
     pipe = pipeline(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (_X,))
     for batch, kind in ((torch.ones(6, 4), "shape"), (_X.double().repeat(2, 1), "dtype")):
         stage = pipe.build_stage(0, torch.device("cpu"))
-        with pytest.raises(PipeliningShapeError, match=rf"input_1 is .* \({kind} mismatch\)"):
+        with pytest.raises(PipeliningShapeError, match=rf"input is .* \({kind} mismatch\)"):
             ScheduleGPipe(stage, 2).step(batch)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a traced model."""
+"""The arguments of a model that pipeline() has cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import taktline as tl
-from taktline.errors import SignatureError
 from tests.split.models import BEGINNING, Options, Three
 
 CPU = torch.device("cpu")
@@ -29,53 +28,37 @@ def test_keywords_defaults_and_containers() -> None:
         assert found["scale"] == expected["scale"]
 
 
-def test_another_constant_than_that_of_the_trace() -> None:
-    pair = {"x": torch.randn(2, 4), "z": torch.randn(2)}
-    pipe = tl.pipeline(Options(), (pair,), {"scale": 3.0})
-    with pytest.raises(SignatureError, match=r"scale is 4.0, but .* traced with 3.0, .*by_names"):
-        pipe(pair, scale=4.0)
-
-
-@pytest.mark.parametrize(
-    ("other", "kind"),
-    [
-        (torch.ones(2, 5), r"torch.float32 and shape \[2, 5\]"),
-        (torch.ones(3, 4), r"torch.float32 and shape \[3, 4\]"),
-        (torch.ones(2, 4).double(), r"torch.float64 and shape \[2, 4\]"),
-    ],
-)
-def test_another_tensor_than_that_of_the_trace(other: Tensor, kind: str) -> None:
-    """Sizes and types are constants of a trace: `x.sum(0) / len(x)` would be wrong silently."""
-    pipe = tl.pipeline(Three(), (torch.ones(2, 4),), split_spec={"b": BEGINNING})
-    text = rf"x is a tensor of {kind}, but .* traced with a tensor of .*shape \[2, 4\]"
-    with pytest.raises(SignatureError, match=text):
-        pipe(other)
-
-
-def test_other_arguments_than_those_of_the_trace() -> None:
-    pair = {"x": torch.randn(2, 4), "z": torch.randn(2)}
-    pipe = tl.pipeline(Options(), (pair,))
-    with pytest.raises(SignatureError, match="traced with the arguments pair_x, pair_z; pass just"):
-        pipe(pair, scale=2.0)
+def test_another_call_than_the_example() -> None:
+    model, pair, y = Options(), {"x": torch.randn(2, 4), "z": torch.randn(2)}, torch.randn(2, 4)
+    pipe = tl.pipeline(model, (pair, None), {"scale": 3.0})
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((pair,), {"scale": 4.0}),
+        ((pair, y), {}),
+        ((), {"scale": 3.0, "y": y, "pair": pair}),
+        (({"x": torch.randn(5, 4), "z": torch.randn(3)}, None), {}),
+    ]
+    for args, kwargs in calls:
+        found, expected = pipe(*args, **kwargs), model(*args, **kwargs)
+        assert torch.equal(found["x"][0], expected["x"][0])
+        assert found["scale"] == expected["scale"]
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         pipe(pair, nonsense=1)
-    pipe = tl.pipeline(Options(), (pair,), {"y": pair["x"], "scale": 3.0})
-    for args, kwargs in (
-        ((pair, pair["x"]), {"scale": 3.0}),
-        ((pair,), {"scale": 3.0, "y": pair["x"]}),
-        ((), {"scale": 3.0, "y": pair["x"], "pair": pair}),
-    ):
-        assert pipe(*args, **kwargs)["scale"] == 3.0
 
 
-def test_none_where_a_tensor_comes_later() -> None:
-    pair = {"x": torch.randn(2, 4), "z": torch.randn(2)}
-    pipe = tl.pipeline(Options(), (pair, None))
-    pipe(pair, None)
-    with pytest.raises(
-        SignatureError, match=r"y is a tensor of .*, but the pipeline was traced with None"
-    ):
-        pipe(pair, torch.ones(2, 4))
+def test_sizes_are_those_of_each_call() -> None:
+    class Sizes(Three):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(self.a(x)) / len(x) + x.sum(0) / x.shape[0])
+
+    model = Sizes()
+    pipe = tl.pipeline(model, (torch.ones(2, 4),), split_spec={"b": BEGINNING})
+    for rows in (2, 3, 5, 2):
+        x = torch.randn(rows, 4)
+        assert torch.equal(pipe(x), model(x))
+    pipe.double()
+    assert torch.equal(pipe(x.double()), model(x.double()))
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(2x5 and 4x4\)"):
+        pipe(torch.ones(2, 5).double())
 
 
 def test_keywords_on_a_rank_with_several_stages() -> None:

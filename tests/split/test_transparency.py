@@ -1,4 +1,4 @@
-"""A model in traced stages computes and trains as the model itself does."""
+"""A model in the stages of a Pipe computes and trains as the model itself does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.workers import Workers
 SIZE, COUNT = 3, 4  # of a micro-batch, and how many of them
 CPU = torch.device("cpu")
 OFTEN = ("resnet", "rotated", "unet")
-"""Quick to trace; of the others, all combinations are in the matrix."""
+"""Quick ones; of the others, all combinations are in the matrix."""
 
 
 def listed(cases: dict[str, Any], most: Any) -> list[Any]:

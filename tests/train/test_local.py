@@ -76,11 +76,11 @@ def test_stages_that_are_cut_already() -> None:
         train(pipeline(model)).require_close(expected)
 
 
-def test_a_traced_model() -> None:
+def test_a_model_cut_at_split_points() -> None:
     model = LM()
     expected = plain(model)
-    traced = tl.pipeline(model, (TOKENS[:2],), split_spec={"blocks.2": tl.SplitPoint.BEGINNING})
-    train(pipeline(traced)).require_close(expected)
+    cut = tl.pipeline(model, (TOKENS[:2],), split_spec={"blocks.2": tl.SplitPoint.BEGINNING})
+    train(pipeline(cut)).require_close(expected)
 
 
 def test_stages_whose_names_repeat() -> None:

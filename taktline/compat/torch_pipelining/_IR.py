@@ -1,8 +1,9 @@
-"""A traced model, cut into stages. All other names are from torch's module of this name."""
+"""A model cut at split points. All other names are from torch's module of this name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,17 +12,17 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch.distributed import ProcessGroup
-from torch.export import ExportedProgram
 
 from taktline import split
+from taktline.checks import require_instance
 from taktline.compat.torch_pipelining import of_torch
 from taktline.compat.torch_pipelining._errors import as_in_torch
+from taktline.compat.torch_pipelining._flat_stages import FlatStage
 from taktline.compat.torch_pipelining.stage import build_stage
 from taktline.errors import PartitionError
 from taktline.pytree import tree_leaves
 from taktline.split import SplitPoint, pipe_split
-from taktline.split.traced.cut import cut
-from taktline.split.traced.pipe import joined
+from taktline.split.pipe import joined
 
 
 def _unchanged(*_: Any) -> Callable[[Any], Any]:
@@ -29,7 +30,7 @@ def _unchanged(*_: Any) -> Callable[[Any], Any]:
 
 
 # Torch's module defines an operator, which a process can do only once; here it uses ours.
-_operators = SimpleNamespace(_pipe_split=torch.ops.taktline.pipe_split)
+_operators = SimpleNamespace(_pipe_split=SimpleNamespace(default=pipe_split))
 with (
     patch.multiple(torch.library, define=_unchanged, impl=_unchanged, register_fake=_unchanged),
     patch.object(torch.ops, "pippy", _operators),
@@ -39,6 +40,7 @@ with (
 _torchs.pipe_split, _torchs.SplitPoint = pipe_split, SplitPoint
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
     def __getattr__(name: str) -> Any: ...
 
@@ -71,10 +73,9 @@ class Pipe(split.Pipe):
         output_loss_value_spec=None,
         split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     ) -> Pipe:
-        """An exported model, cut where it calls :func:`pipe_split`, or where a policy says."""
-        pieces = {mod.training: cut(mod, exported_program, split_policy)}
-        why_not = "it was exported in the other mode"
-        return _as_in_torch(joined(pieces, exported_program.example_inputs, why_not))
+        """A model cut with the example that it was exported with; its forward is recorded."""
+        args, kwargs = exported_program.example_inputs or ((), {})
+        return pipeline(mod, args, kwargs, split_policy=split_policy)
 
     @staticmethod
     def from_tracing(
@@ -105,7 +106,7 @@ def pipeline(
     split_spec: dict[str, SplitPoint] | None = None,
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
 ) -> Pipe:
-    """Trace a module with torch.export, and cut it into stages; into one, if nothing says where.
+    """Record the forward of a module, and cut it into stages; into one, if nothing says where.
 
     >>> pipeline(nn.ReLU(), (torch.zeros(2),)).num_stages
     1
@@ -115,10 +116,13 @@ def pipeline(
     for name in split_spec or ():
         attrgetter(name)(module)  # an AttributeError for a name that there is not, as in torch
     try:
-        return _as_in_torch(split.pipeline(module, mb_args, mb_kwargs, split_spec, split_policy))
+        require_instance("module", module, nn.Module, "an nn.Module", PartitionError)
+        require_instance("mb_args", mb_args, tuple, "a tuple of arguments", PartitionError)
+        example = signature(module.forward).bind(*mb_args, **(mb_kwargs or {}))
+        given = example.args, example.kwargs, split_spec, split_policy
+        pipe = split.pipeline(module, *given)
     except PartitionError as error:
         raise as_in_torch(error) from error.__cause__
-
-
-def _as_in_torch(pipe: split.Pipe) -> Pipe:
-    return Pipe(pipe.split_gm, pipe.num_stages, pipe.has_loss_and_backward, pipe.loss_spec)
+    stages = [FlatStage(stage, example) for stage in pipe.split_gm.children()]
+    counts = [stage.returned() for stage in stages]
+    return Pipe(joined(stages, (mb_args, mb_kwargs or {}), counts), len(stages), False, None)

@@ -2,7 +2,8 @@
 
 The functions and classes that replace torch's are in other modules: the split backward
 (``_split_backward``), stages (``_stages``), schedules (``_schedules``, ``_named_schedules``), steps
-(``_steps``, ``_calls``), traced models (``_IR``) and drawings (``_schedule_visualizer``).
+(``_steps``, ``_calls``), models cut at split points (``_IR``, ``_flat_stages``) and drawings
+(``_schedule_visualizer``).
 """
 
 from __future__ import annotations

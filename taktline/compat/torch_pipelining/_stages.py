@@ -23,7 +23,6 @@ from taktline.compat.torch_pipelining._later import (
 from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_whole, like
 from taktline.compat.torch_pipelining._split_backward import Gradients
 from taktline.errors import MismatchError, StageUseError
-from taktline.split.traced.stage_module import StageModule
 from taktline.stage import PipelineStage as OwnStage
 from taktline.stage.grad_sync import GradSync
 
@@ -254,8 +253,7 @@ _TRACED = torchs._PipelineStage
 class _PipelineStage(PipelineStage):
     """A stage that :func:`pipeline` has cut.
 
-    It finds its metadata as a stage that was cut by hand does, since its module has a graph for
-    each mode.
+    It finds its metadata as a stage that was cut by hand does, since its module has no graph.
     """
 
     def __init__(
@@ -270,9 +268,7 @@ class _PipelineStage(PipelineStage):
         _TRACED.__init__(self, stage_module, stage_index, pipe_info, device, group)
 
     def _move_submod_to_device(self) -> None:
-        """Move the module, and the tensors that its graph makes, to the device."""
-        if isinstance(self.submod, StageModule):
-            self.submod.set_graph_device(torch.device(self.device))
+        """Move the module to the device."""
         self.submod.to(self.device)
 
     get_stage_index_of_submod = _TRACED.get_stage_index_of_submod

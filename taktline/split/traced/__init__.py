@@ -1,1 +1,0 @@
-"""A model traced by torch.export, and cut between its operations."""
