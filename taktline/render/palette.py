@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from taktline.plan.action import Kind
-from taktline.plan.placement import Placement
+from taktline.plan.plan import Placement
 
 COLOURS = {
     Kind.F: "#3b75af",

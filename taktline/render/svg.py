@@ -9,8 +9,7 @@ import numpy as np
 
 from taktline.checks import require_number
 from taktline.plan.action import Kind
-from taktline.plan.memory import memory_curve
-from taktline.plan.timeline import Timeline
+from taktline.plan.timeline import Timeline, memory_curve
 from taktline.render.palette import MEANINGS, MEMORY, is_dark, shade, shades
 from taktline.render.scale import nice_ticks, shared_axis
 from taktline.text import counted

@@ -22,7 +22,7 @@ from taktline.checks import (
 from taktline.device import require_device
 from taktline.errors import MismatchError, SplitError
 from taktline.meta import Signature, as_arguments, flatten
-from taktline.plan.placement import MOST_STAGES
+from taktline.plan.plan import MOST_STAGES
 from taktline.sharding import GetMesh, Sharding, find_mesh, gradient_of, is_sharded
 from taktline.stage.autograd_engine import accumulate
 from taktline.stage.grad_sync import GradSync, sync_of
