@@ -14,8 +14,7 @@ from torch import nn
 from taktline.checkpoint.conversions import Conversions
 from taktline.checkpoint.processes import Processes
 from taktline.runtime.schedule import Schedule
-from taktline.stage.names import named_buffers, named_parameters
-from taktline.stage.ties import declared
+from taktline.stage.names import declared, named_buffers, named_parameters
 from taktline.transport import transport_of
 
 

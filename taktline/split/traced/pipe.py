@@ -21,7 +21,7 @@ from taktline.split.traced.cut import Piece, cut
 from taktline.split.traced.stage_module import StageModule
 from taktline.split.traced.trace import SplitPoint, in_mode, trace
 from taktline.stage import PipelineStage, Tie
-from taktline.stage.ties import declared
+from taktline.stage.names import declared
 from taktline.text import counted
 
 
