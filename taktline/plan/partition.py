@@ -102,19 +102,22 @@ def balance(
     (1, 2, 3, 1)
     """
     sizes, unit = _exact("costs", costs)
-    stages, layers = require_whole("stages", stages, least=1, error=PartitionError), len(sizes)
-    if stages > layers:
+    layers, stages = len(sizes), _stages(stages, len(sizes))
+    if memory is None and limits is not None:
+        raise PartitionError("limits need the memory of each layer")
+    needs, memory_unit = _exact("memory", [0] * layers if memory is None else memory)
+    if len(needs) != layers:
         raise PartitionError(
-            f"{counted(layers, 'layer')} cannot be cut into "
-            f"{counted(stages, 'stage') if stages <= LARGEST else 'so many stages'}: each stage "
-            f"needs at least one layer{f', so use at most {layers}' if layers else ''}"
+            f"memory is for {counted(len(needs), 'layer')}, costs are for "
+            f"{counted(layers, 'layer')}"
         )
-    needs = _Memory(memory, limits, layers, stages)
-    costs_to = list(accumulate(sizes, initial=0))
+    most = [limit * memory_unit for limit in _limits(limits, stages)]
+    costs_to, needs_to = (list(accumulate(each, initial=0)) for each in (sizes, needs))
 
     def within(cap: int) -> Callable[[int, int], int]:
         return lambda stage, end: max(
-            needs.first_start(stage, end), bisect_left(costs_to, costs_to[end] - cap)
+            bisect_left(needs_to, needs_to[end] - most[stage]),
+            bisect_left(costs_to, costs_to[end] - cap),
         )
 
     # Without limits there is a cut within the first cap, which spares most of the work.
@@ -123,77 +126,15 @@ def balance(
         if rough is not None:
             break
     else:
-        raise needs.too_much()
+        raise _too_much(needs_to, most, memory_unit)
     largest = max(costs_to[end] - costs_to[start] for start, end in pairwise(rough))
     bounds = _cheapest(costs_to, stages, within(largest), lambda _, before, cost: before + cost**2)
     assert bounds is not None  # the rough cut is one
     return Partition(
         bounds=bounds,
         stage_costs=_totals(costs_to, unit, bounds),
-        stage_memory=None if memory is None else _totals(needs.to, needs.unit, bounds),
+        stage_memory=None if memory is None else _totals(needs_to, memory_unit, bounds),
     )
-
-
-class _Memory:
-    """What layers need, what each stage can hold, and so where a stage can begin."""
-
-    def __init__(
-        self,
-        memory: Iterable[float] | None,
-        limits: float | Iterable[float] | None,
-        layers: int,
-        stages: int,
-    ) -> None:
-        if memory is None and limits is not None:
-            raise PartitionError("limits need the memory of each layer")
-        needs, self.unit = ([0] * layers, 1) if memory is None else _exact("memory", memory)
-        if len(needs) != layers:
-            raise PartitionError(
-                f"memory is for {counted(len(needs), 'layer')}, costs are for "
-                f"{counted(layers, 'layer')}"
-            )
-        if limits is None or not isinstance(limits, Iterable):
-            limits = [math.inf if limits is None else limits] * stages
-        given = require_iterable("limits", limits, "a number for each stage", PartitionError)
-        if len(given) != stages:
-            raise PartitionError(
-                f"limits are for {counted(len(given), 'stage')}, but there are {stages}; pass one "
-                "number for all, or one for each"
-            )
-        self.to = list(accumulate(needs, initial=0))
-        self.limits: list[Any] = [
-            limit if limit == math.inf else _number(f"the limit of stage {s}", limit) * self.unit
-            for s, limit in enumerate(given)
-        ]
-
-    def first_start(self, stage: int, end: int) -> int:
-        """Where a stage begins at the earliest, given its end."""
-        return bisect_left(self.to, self.to[end] - self.limits[stage])
-
-    def too_much(self) -> PartitionError:
-        """The error for limits that no cut keeps within; it names the stage that lacks the most.
-
-        The cut is the best one: raising every limit by what this stage lacks lets it through.
-        """
-        limits, unit = self.limits, self.unit
-        bounds = _cheapest(
-            self.to,
-            len(limits),
-            lambda stage, end: 0,
-            lambda stage, before, cost: max(before, cost - limits[stage]),
-        )
-        assert bounds is not None  # without limits there is always a cut
-        used = [self.to[end] - self.to[start] for start, end in pairwise(bounds)]
-        lacks = [need - limit for need, limit in zip(used, limits, strict=True)]
-        stage = lacks.index(max(lacks))
-        need, limit, short = used[stage] / unit, limits[stage] / unit, lacks[stage] / unit
-        return PartitionError(
-            f"no cut into {counted(len(limits), 'stage')} keeps within the limits: in the best "
-            f"one, stage {stage} needs {_text(need)} and can hold {_text(limit)}; raise the limits "
-            f"by {_text(short)}",
-            stage=stage,
-            short=float(short),
-        )
 
 
 def _cheapest(
@@ -256,6 +197,59 @@ def _number(what: str, value: Any) -> Fraction:
     if exact < 0:
         raise CostError(f"{what} must be a number from 0 up, not {shown(value)}")
     return exact
+
+
+def _stages(stages: int, layers: int) -> int:
+    """The number of stages, if the layers can be cut into so many."""
+    stages = require_whole("stages", stages, least=1, error=PartitionError)
+    if stages > layers:
+        raise PartitionError(
+            f"{counted(layers, 'layer')} cannot be cut into "
+            f"{counted(stages, 'stage') if stages <= LARGEST else 'so many stages'}: each stage "
+            f"needs at least one layer{f', so use at most {layers}' if layers else ''}"
+        )
+    return stages
+
+
+def _limits(limits: float | Iterable[float] | None, stages: int) -> list[Any]:
+    """One limit for each stage."""
+    if limits is None or not isinstance(limits, Iterable):
+        limits = [math.inf if limits is None else limits] * stages
+    given = require_iterable("limits", limits, "a number for each stage", PartitionError)
+    if len(given) != stages:
+        raise PartitionError(
+            f"limits are for {counted(len(given), 'stage')}, but there are {stages}; pass one "
+            "number for all, or one for each"
+        )
+    return [
+        limit if limit == math.inf else _number(f"the limit of stage {stage}", limit)
+        for stage, limit in enumerate(given)
+    ]
+
+
+def _too_much(needs_to: Sequence[int], limits: Sequence[Any], unit: int) -> PartitionError:
+    """The error for limits that no cut keeps within; it names the stage that lacks the most.
+
+    The cut is the best one: raising every limit by what this stage lacks lets it through.
+    """
+    bounds = _cheapest(
+        needs_to,
+        len(limits),
+        lambda stage, end: 0,
+        lambda stage, before, cost: max(before, cost - limits[stage]),
+    )
+    assert bounds is not None  # without limits there is always a cut
+    used = [needs_to[end] - needs_to[start] for start, end in pairwise(bounds)]
+    lacks = [need - limit for need, limit in zip(used, limits, strict=True)]
+    stage = lacks.index(max(lacks))
+    need, limit, short = used[stage] / unit, limits[stage] / unit, lacks[stage] / unit
+    return PartitionError(
+        f"no cut into {counted(len(limits), 'stage')} keeps within the limits: in the best one, "
+        f"stage {stage} needs {_text(need)} and can hold {_text(limit)}; raise the limits by "
+        f"{_text(short)}",
+        stage=stage,
+        short=float(short),
+    )
 
 
 def _totals(sums: Sequence[int], unit: int, bounds: Sequence[int]) -> tuple[float, ...]:

@@ -354,14 +354,8 @@ def _as_action(item: object) -> Action | Overlap:
     return item
 
 
-_LEVEL_OF_KIND = np.array(
-    [
-        Level.COMPUTE if kind.is_compute else
-        Level.LOWERED if kind.is_communication else
-        Level.SHARDED
-        for kind in Kind
-    ]
-)  # fmt: skip
+# In the order of the kinds: those that compute, those that communicate, and those of whole stages.
+_LEVEL_OF_KIND = np.array([Level.COMPUTE] * 4 + [Level.LOWERED] * 4 + [Level.SHARDED] * 3)
 
 
 def _infer_placement(rows_by_rank: Sequence[Rows]) -> Placement:
