@@ -262,14 +262,12 @@ def _hindrance(ddp: Any) -> str | None:
     embeddings = [m for m in ddp.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     python_reducer = getattr(ddp, "_use_python_reducer", False)
     delayed = getattr(ddp, "_delay_all_reduce_params", None)
+    early = "which reduces by itself, at the wrong time"
+    other = "choose another torch._dynamo.config.optimize_ddp"
     features = [
-        (ddp._comm_hooks, "a communication hook, which reduces at the wrong time; leave it out"),
-        (ddp.static_graph, "static_graph=True, which reduces at the wrong time; leave it out"),
-        (
-            python_reducer,
-            "the Python reducer, which reduces at the wrong time; choose another "
-            "torch._dynamo.config.optimize_ddp",
-        ),
+        (ddp._comm_hooks, f"a communication hook, {early}; leave it out"),
+        (ddp.static_graph, f"static_graph=True, {early}; leave it out"),
+        (python_reducer, f"the Python reducer, {early}; {other}"),
         (delayed, "delay_all_reduce_named_params; leave it out: all are reduced together here"),
         (ddp.mixed_precision, "mixed precision of its own; use fully_shard or autocast"),
         (any(m.sparse for m in embeddings), "sparse gradients; leave out sparse=True"),
