@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from taktline.cli import main
-from taktline.cli.demo import durations
+from taktline.cli.demo import MeasuredSchedule, conclusion, durations
 from taktline.cli.ranks import called
 from taktline.plan import Costs, Link, build, lower, names, simulate
 from tests import warm
@@ -47,12 +47,35 @@ def test_what_it_shows(tmp_path: Path, words: tuple[str, ...], schedules: list[s
     assert "The losses are equal, but for rounding." in text
     bubble = "" if "--local" in words else r" +bubble +\d+%"
     assert re.search(rf"step +3 +loss \d\.\d+ +[\d,]+ tokens/s{bubble} +peak \S+ MiB$", text, re.M)
-    rows = re.findall(r"^│ (\w+) +│ +\d │ +\d+ │ +\S+ │ +(\S+)% │$", text, re.M)
+    rows = re.findall(r"^│ (\w+) +│ +\d │ +\d+ │ +\d+ │ +\S+ │ +(\S+)% │ +\d+ │$", text, re.M)
     assert [name for name, _ in rows] == schedules
     assert f"{page}\n" in text
     assert text.count("Pipeline(") == 2, "one rank speaks for all, and shows how to go on"
     drawn = json.loads(re.search(r'"timelines":(\[.*\])\}', page.read_text())[1])  # pyright: ignore
     assert [f"{100 * timeline['bubble'][0]:.1f}" for timeline in drawn] == [b for _, b in rows]
+    assert re.search(rf"^So choose ({'|'.join(schedules)}) here: ", text, re.M)
+
+
+def costs(time: float) -> Costs:
+    return Costs(forward=time, backward_input=time, backward_weight=time)
+
+
+@pytest.mark.parametrize("makespans", [(100, 60), (100, 99)])
+def test_the_conclusion_claims_no_more_than_the_rounds_show(makespans: tuple[float, float]) -> None:
+    noise = [0.0, 4.0, -3.0, 5.0, -4.0, 2.0, -5.0]
+    schedules: list[MeasuredSchedule] = []
+    for name, makespan, sign in zip(("1f1b", "gpipe"), makespans, (1, -1), strict=True):
+        plan = build(name, ranks=2, microbatches=4)
+        time = [(makespan + sign * extra) / simulate(plan).makespan for extra in noise]
+        schedules.append(
+            MeasuredSchedule(plan, [simulate(plan, costs(t)) for t in time], apart=True)
+        )
+    said = conclusion(schedules)
+    if makespans == (100, 60):
+        assert said.endswith("So choose gpipe here: 40% less time than 1f1b.")
+    else:
+        assert "hides how 1f1b, gpipe differ" in said
+        assert said.endswith("So choose 1f1b here: none of them keeps fewer micro-batches.")
 
 
 @pytest.mark.parametrize("name", [name for name in names() if name != "forward_only"])
@@ -73,9 +96,11 @@ def test_the_commands_that_it_names_exist(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(script.parent / "python"))
     monkeypatch.setenv("PATH", "/usr/bin")
-    assert called() == ".venv/bin/python -m taktline"
+    assert called() == ".venv/bin/taktline"
     monkeypatch.setenv("PATH", str(script.parent))
     assert called() == "taktline"
+    script.unlink()
+    assert called() == ".venv/bin/python -m taktline"
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
