@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from taktline import checkpoint as checkpoint
-    from taktline import skip as skip
     from taktline import split as split
     from taktline.batch_norm import DeferredBatchNorm as DeferredBatchNorm
     from taktline.errors import InvalidPlanError as InvalidPlanError
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from taktline.runtime import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
     from taktline.side_values import add_loss as add_loss
     from taktline.side_values import collect_losses as collect_losses
+    from taktline.side_values import skip as skip
     from taktline.split import Pipe as Pipe
     from taktline.split import SplitPoint as SplitPoint
     from taktline.split import build_stage as build_stage
@@ -81,8 +81,7 @@ _NAMES = {
         "ScheduleZBVZeroBubble TensorChunkSpec Trace get_schedule_class merge_chunks "
         "split_args_kwargs_into_chunks"
     ),
-    "side_values": "add_loss collect_losses",
-    "skip": "skip",
+    "side_values": "add_loss collect_losses skip",
     "split": "Pipe SplitPoint build_stage pipe_split pipeline split",
     "stage": "PipelineStage Tie compile_stages",
     "train": "Pipeline",

@@ -24,18 +24,12 @@ if TYPE_CHECKING:
     from torch.utils._pytree import tree_structure as tree_structure
     from torch.utils._pytree import tree_unflatten as tree_unflatten
 else:
-    _NESTED, _OWN = "nested values", "a container of its own"
-    SUPPORTED_NODES = private("torch.utils._pytree.SUPPORTED_NODES", _OWN)
-    TreeSpec = private("torch.utils._pytree.TreeSpec", _NESTED)
-    register_dataclass = private("torch.utils._pytree.register_dataclass", _OWN)
-    register_pytree_node = private("torch.utils._pytree.register_pytree_node", _OWN)
-    tree_flatten = private("torch.utils._pytree.tree_flatten", _NESTED)
-    tree_flatten_with_path = private("torch.utils._pytree.tree_flatten_with_path", _NESTED)
-    tree_leaves = private("torch.utils._pytree.tree_leaves", _NESTED)
-    tree_map = private("torch.utils._pytree.tree_map", _NESTED)
-    tree_map_only = private("torch.utils._pytree.tree_map_only", _NESTED)
-    tree_structure = private("torch.utils._pytree.tree_structure", _NESTED)
-    tree_unflatten = private("torch.utils._pytree.tree_unflatten", _NESTED)
+    _NAMES = (
+        "SUPPORTED_NODES TreeSpec register_dataclass register_pytree_node tree_flatten tree_leaves "
+        "tree_flatten_with_path tree_map tree_map_only tree_structure tree_unflatten"
+    )
+    for _name in _NAMES.split():
+        globals()[_name] = private(f"torch.utils._pytree.{_name}", "nested values")
 
 
 def register_own(cls: Any, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from taktline import pytree
+from taktline.checks import require_instance
 from taktline.errors import LossError, SkipError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -98,19 +99,20 @@ class Aside:
 
     def finish(self) -> None:
         """Raise, after the last stage, if a value was put and not got."""
-        lost = {name: skip for name, skip in self.skips.items() if not skip.taken}
-        if lost:
-            raise SkipError(f"no stage gets {_listed(lost)}; get each of them, or do not put it")
+        if lost := self._lost():
+            raise SkipError(f"no stage gets {lost}; get each of them, or do not put it")
 
     def _missing(self, name: str) -> str:
-        text = f"stage {self.stage} gets {name!r}, but no stage up to here has put it"
-        lost = {name: skip for name, skip in self.skips.items() if not skip.taken}
-        waiting = f"; no stage has got {_listed(lost)}" if lost else ""
-        return f"{text}{waiting}; put it in this stage or an earlier one, before it is got"
+        lost = self._lost()
+        waiting = f"; no stage has got {lost}" if lost else ""
+        return (
+            f"stage {self.stage} gets {name!r}, but no stage up to here has put it{waiting}; put "
+            "it in this stage or an earlier one, before it is got"
+        )
 
-
-def _listed(skips: Mapping[str, Skip]) -> str:
-    return ", ".join(f"{name!r} (put by stage {skip.stage})" for name, skip in skips.items())
+    def _lost(self) -> str:
+        lost = [(name, skip.stage) for name, skip in self.skips.items() if not skip.taken]
+        return ", ".join(f"{name!r} (put by stage {stage})" for name, stage in lost)
 
 
 class Replay(Aside):
@@ -178,6 +180,44 @@ def uncompiled(function: _Function) -> _Function:
     return function
 
 
+class skip:
+    """Skip connections: a forward puts a value, and a later one gets it, in any stage.
+
+    ::
+
+        class Down(nn.Module):                    class Up(nn.Module):
+            def forward(self, x):                     def forward(self, x):
+                x = self.block(x)                         x = torch.cat([x, skip.get("level 1")], 1)
+                skip.put("level 1", x)                    return self.block(x)
+                return self.shrink(x)
+
+    A value travels with the activations from stage to stage, up to the last one that gets it. The
+    gradients of all its uses are added up. Outside of a pipeline a value is kept until another one
+    is put under its name.
+
+    >>> from taktline import skip
+    >>> skip.put("level 0", torch.zeros(2))
+    >>> skip.get("level 0")
+    tensor([0., 0.])
+    """
+
+    @staticmethod
+    @uncompiled
+    def put(name: str, value: torch.Tensor) -> None:
+        """Put a value under a name, for this stage and later ones."""
+        require_instance("the name of a skip", name, str, "a text", SkipError)
+        if not isinstance(value, torch.Tensor):
+            raise SkipError(f"skip.put({name!r}, …) takes a tensor, not {type(value).__name__}")
+        current_aside().put(name, value)
+
+    @staticmethod
+    @uncompiled
+    def get(name: str) -> torch.Tensor:
+        """The value that was put under a name; any number of stages may get it."""
+        require_instance("the name of a skip", name, str, "a text", SkipError)
+        return current_aside().get(name)
+
+
 @uncompiled
 def add_loss(loss: torch.Tensor) -> None:
     """Add a loss to the one that training minimises, from inside the forward of any stage.
@@ -206,8 +246,7 @@ def require_number(loss: object, demand: str) -> None:
     if not isinstance(loss, torch.Tensor):
         raise LossError(f"{demand} one number as a tensor, not {type(loss).__name__}")
     if loss.numel() != 1:
-        shape = list(loss.shape)
-        raise LossError(f"{demand} one number as a tensor, not a tensor of shape {shape}")
+        raise LossError(f"{demand} one number as a tensor, not a tensor of shape {[*loss.shape]}")
     if loss.is_complex():
         raise LossError(
             f"{demand} a real number, not one of {loss.dtype}: which of two complex losses is less "

@@ -10,12 +10,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = [
@@ -57,3 +58,40 @@ def _give_up(reason: str) -> NoReturn:
     if os.environ.get("CI", "").lower() == "true":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+class Opened:
+    """A page in the browser, which notes all that it complains of and asks for."""
+
+    name: str
+    """Of the object in the page that answers a call."""
+
+    def __init__(
+        self, chromium: Browser, file: Path, text: str, address: str = "", **options: Any
+    ) -> None:
+        file.write_text(text, "utf-8")
+        options.setdefault("viewport", {"width": 1280, "height": 900})
+        self.context = chromium.new_context(**options)
+        self.page: Page = self.context.new_page()
+        self.noted: list[str] = []
+        self.page.on("console", lambda message: self.noted.append(message.text))
+        self.page.on("pageerror", lambda error: self.noted.append(str(error)))
+        self.page.on("request", lambda request: self.noted.append(request.url))
+        self.address = file.as_uri() + address
+        self.reopen()
+
+    def reopen(self) -> None:
+        self.page.goto(self.address)
+        self.noted.remove(self.address.partition("#")[0])
+        self.frame()
+
+    def __call__(self, expression: str) -> Any:
+        return self.page.evaluate(f"{self.name}.{expression}")
+
+    def frame(self) -> None:
+        """Wait until what was asked for is drawn."""
+        self.page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+
+    def close(self) -> None:
+        assert self.noted == [], "it loads quietly, and nothing else"
+        self.context.close()

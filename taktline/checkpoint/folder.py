@@ -1,26 +1,38 @@
-"""A folder of saves: each save appears whole or not at all, and the oldest are removed.
+"""A folder of saves: each save appears whole or not at all, and one job at a time writes there.
 
 ::
 
     runs/000003-step-300/            a save: its number, and the training step
     runs/.000004-step-400.saving/    a save that is being written
-    runs/.lock                       the job that writes it
+    runs/.lock                       who writes it
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import logging
 import os
 import re
 import shutil
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
-from taktline.checkpoint.lock import FolderLock
 from taktline.checkpoint.manifest import MANIFEST, Checkpoint
 from taktline.checks import require_path
 from taktline.errors import CheckpointError
 
+LOCK = ".lock"
 _SAVE = re.compile(r"(\d{6,})-step-\d+")
 _UNFINISHED = re.compile(r"\.\d{6,}-step-\d+\.(saving|removing)")
+_JOBS = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF)
+"""What a file system without locks says."""
+_log = logging.getLogger("taktline")
 
 
 def saves(folder: Path) -> list[Path]:
@@ -51,10 +63,10 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     >>> pipe.save(runs) == latest(runs)
     True
     """
-    return next(filter(is_whole, saves(require_path("folder", folder))), None)
+    return next(filter(_is_whole, saves(require_path("folder", folder))), None)
 
 
-def is_whole(save: Path) -> bool:
+def _is_whole(save: Path) -> bool:
     """Whether a save has a manifest, and all files that it names."""
     try:
         Checkpoint(save)
@@ -63,9 +75,14 @@ def is_whole(save: Path) -> bool:
     return True
 
 
+def is_save(folder: Path) -> bool:
+    """Whether a folder is a save, or has the name of one."""
+    return (folder / MANIFEST).exists() or _SAVE.fullmatch(folder.name) is not None
+
+
 def resolve(folder: Path) -> Path:
     """The folder if it is a save, else the latest save in it."""
-    if (folder / MANIFEST).exists() or _SAVE.fullmatch(folder.name):
+    if is_save(folder):
         return folder
     found = latest(folder)
     if found is None:
@@ -104,25 +121,22 @@ def finish(final: Path, manifest: str, keep: int | None) -> None:
     sync(made)
     made.rename(final)
     sync(final.parent)
-    if keep is None:
-        return
     whole = 0
-    for save in saves(final.parent):
-        if whole < keep:  # saves that are not whole do not count
-            whole += is_whole(save)
+    for save in saves(final.parent) if keep is not None else ():
+        if whole < (keep or 0):  # saves that are not whole do not count
+            whole += _is_whole(save)
         else:
             removing = save.with_name(f".{save.name}.removing")
             save.rename(removing)  # so that no part of a save looks like a save
             shutil.rmtree(removing, ignore_errors=True)
 
 
-def write_text(path: Path, text: str, *, lasting: bool = True) -> None:
-    """Write a file so that it appears whole or not at all; with ``lasting``, flush it to disk."""
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it appears whole or not at all, and flush it to disk."""
     made = path.with_name(f"{path.name}.new")
     with open(made, "wb", buffering=0) as file:
         file.write(text.encode())
-        if lasting:
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
     made.rename(path)
 
 
@@ -133,3 +147,50 @@ def sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class FolderLock:
+    """The lock of a folder, held until ``release()``; raises if another job holds it.
+
+    The first process of a job holds it (``flock``) while a save is written, so it ends with that
+    process, whatever ends it. Its file tells who holds it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = open(folder / LOCK, "a+")  # noqa: SIM115
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _holder(self._file)
+            self._file.close()
+            if isinstance(error, BlockingIOError):
+                raise CheckpointError(
+                    f"another job is saving to {folder}: {holder}; use a folder of its own for "
+                    "each job, or end one of them"
+                ) from None
+            if error.errno not in _NO_LOCKS:
+                raise
+            _log.warning("%s cannot be locked: %s", folder, error.strerror)
+            return
+        job = next((f", job {os.environ[name]}" for name in _JOBS if os.environ.get(name)), "")
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "job": job}
+        who["since"] = time.strftime("%F %T %z")
+        with suppress(OSError):  # the disk may be full
+            self._file.truncate(0)
+            os.write(self._file.fileno(), json.dumps(who).encode())
+
+    def release(self) -> None:
+        """Give the lock up."""
+        if not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked process may have it open, too
+            self._file.close()
+
+
+def _holder(file: TextIO) -> str:
+    """Who holds a lock, in words."""
+    try:
+        file.seek(0)
+        who = json.loads(file.read(4096))
+        return f"process {who['pid']} on {who['host']}{who['job']}, since {who['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a process that has begun just now"

@@ -18,20 +18,19 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from taktline.checkpoint.files import open_file, require_regular
 from taktline.checkpoint.model_state import joined
-from taktline.checkpoint.shards import Region, overlap, shard_of
-from taktline.checkpoint.tensor_file import TensorFile
+from taktline.checkpoint.tensor_file import TensorFile, open_file, require_regular
 from taktline.checks import conform, read, shown
 from taktline.errors import CheckpointError, JsonError
 from taktline.meta import DTYPES
+from taktline.sharding import is_sharded, local
 from taktline.transport.plain import NotPlainError, pack, unpack
 
 MANIFEST = "manifest.json"
@@ -51,6 +50,61 @@ _PART = {
     "values": {str: object},
 }
 _SHAPE = {"format": str, "version": int, "written_by": {str: str}, "step": int, **_PART}
+
+
+class Region(NamedTuple):
+    """A part of a tensor: the first index and how many, along each dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def meets(self, other: Region) -> Region | None:
+        """The region that two regions have in common.
+
+        >>> Region((0, 0), (4, 4)).meets(Region((2, 0), (4, 2)))
+        Region(start=(2, 0), size=(2, 2))
+        """
+        start = tuple(map(max, self.start, other.start))
+        mine, theirs = (map(sum, zip(*region, strict=True)) for region in (self, other))
+        size = tuple(min(ends) - first for first, *ends in zip(start, mine, theirs, strict=True))
+        return Region(start, size) if min(size, default=1) > 0 else None
+
+    def inside(self, other: Region) -> tuple[slice, ...]:
+        """The slices of this region in a tensor that covers another one.
+
+        >>> Region((2, 0), (2, 2)).inside(Region((2, 0), (4, 2)))
+        (slice(0, 2, None), slice(0, 2, None))
+        """
+        starts = [mine - base for mine, base in zip(self.start, other.start, strict=True)]
+        return tuple(slice(at, at + count) for at, count in zip(starts, self.size, strict=True))
+
+
+def _cover(parts: Sequence[Region], whole: Region) -> bool:
+    """Whether parts of a region make up all of it.
+
+    >>> _cover([Region((0,), (2,)), Region((2,), (2,))], Region((0,), (4,)))
+    True
+    """
+    if sum(prod(part.size) for part in parts) < prod(whole.size):
+        return False
+    there = torch.zeros(whole.size, dtype=torch.bool)
+    for part in parts:
+        there[part.inside(whole)] = True
+    return bool(there.all())
+
+
+def shard_of(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:
+    """The shard of a tensor in this process, and its region; of a plain tensor, all of it."""
+    tensor = tensor.detach()
+    if not is_sharded(tensor):
+        return tensor, Region((0,) * tensor.dim(), tuple(tensor.shape))
+    try:
+        chunks = tensor.__create_chunk_list__()
+    except RuntimeError as error:  # a part of a sum
+        raise CheckpointError(f"{name} cannot be saved or loaded in its layout: {error}") from error
+    if len(chunks) != 1:
+        raise CheckpointError(f"{name} has {len(chunks)} parts on this rank; only one can be saved")
+    return local(tensor), Region(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
 class Entry(NamedTuple):
@@ -75,26 +129,23 @@ class Checkpoint:
         self.values: dict[str, Any] = content["values"]
         """All other values, packed."""
         self._listed: dict[str, dict[str, Any]] = content["files"]
-        for name, known in self._listed.items():
-            _require_file(path / name, name, known)
-        listed: dict[str, dict[str, Any]] = content["tensors"]
-        self.tensors = {name: self._entry(name, each) for name, each in listed.items()}
         self._files: dict[str, TensorFile] = {}
-
-    def _entry(self, name: str, entry: dict[str, Any]) -> Entry:
-        kind = entry["dtype"]
-        if kind not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} is of the unknown type {kind[:40]!r}")
-        pieces = [
-            (each["file"], Region(tuple(each["start"]), tuple(each["size"])))
-            for each in entry["pieces"]
-        ]
-        for file, _ in pieces:
-            if file not in self._listed:
-                raise CheckpointError(
-                    f"{self.path}: {name} is in {file[:40]!r}, which the manifest does not list"
-                )
-        return Entry(DTYPES[kind], tuple(entry["shape"]), pieces)
+        self.tensors: dict[str, Entry] = {}
+        for name, known in self._listed.items():
+            _require_file(path / name, name, known["bytes"])
+        for name, entry in content["tensors"].items():
+            if entry["dtype"] not in DTYPES:
+                raise CheckpointError(f"{path}: {name} is of an unknown type")
+            pieces = [
+                (each["file"], Region(tuple(each["start"]), tuple(each["size"])))
+                for each in entry["pieces"]
+            ]
+            for file, _ in pieces:
+                if file not in self._listed:
+                    raise CheckpointError(
+                        f"{path}: {name} is in {file[:40]!r}, which the manifest does not list"
+                    )
+            self.tensors[name] = Entry(DTYPES[entry["dtype"]], tuple(entry["shape"]), pieces)
 
     def _pieces(self, name: str, region: Region) -> Iterator[tuple[TensorFile, Region, Region]]:
         """The pieces of a tensor that meet a region: file, piece, and what both have in common."""
@@ -109,7 +160,7 @@ class Checkpoint:
     def check(self, name: str, like: torch.Tensor) -> None:
         """Raise unless all bytes for a tensor are there, and as they were written."""
         _, region = shard_of(like, name)
-        covered = list[Region]()
+        covered: list[Region] = []
         for file, piece, common in self._pieces(name, region):
             stored = file.tensors.get(name)
             expected = self.tensors[name].dtype, piece.size
@@ -117,7 +168,7 @@ class Checkpoint:
                 raise CheckpointError(f"{file.path} does not have {name} as the manifest says")
             file.check(name, common.inside(piece))
             covered.append(common)
-        if sum(prod(each.size) for each in covered) != prod(region.size) or overlap(covered):
+        if covered != [region] and not _cover(covered, region):
             raise CheckpointError(f"{self.path} lacks a part of {name}")
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
@@ -132,9 +183,9 @@ class Checkpoint:
         return unpacked(self.values.get(name), self._read)
 
     def _read(self, name: str) -> torch.Tensor:
-        entry = self.tensors[f"values/{name}"]
-        self.check(f"values/{name}", torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        dtype, shape, _ = self.tensors[f"values/{name}"]
+        self.check(f"values/{name}", torch.empty(shape, dtype=dtype, device="meta"))
+        tensor = torch.empty(shape, dtype=dtype)
         self.fill(f"values/{name}", tensor)
         return tensor
 
@@ -158,21 +209,18 @@ def _content(path: Path) -> Any:
             raise CheckpointError(f"{file}: the step is {content['step']}, not a number of steps")
         return content
     except OSError as error:
-        reason = f"{file}: {error.strerror}"
-        raise CheckpointError(f"{path} is not a checkpoint: {reason}") from error
+        raise CheckpointError(f"{path} is not a checkpoint: {file}: {error.strerror}") from error
     except JsonError as error:
         raise CheckpointError(f"{error}; {path} is not a checkpoint, or is damaged") from error
 
 
-def _require_file(file: Path, name: str, known: dict[str, Any]) -> None:
+def _require_file(file: Path, name: str, size: int) -> None:
     """Raise unless a file is there, in its size."""
-    size, found = known["bytes"], None
-    if Path(name).name == name and file.exists():
-        require_regular(file, file.stat().st_mode)
-        found = file.stat().st_size
-    if found != size:
-        state = "is missing" if found is None else f"has {found:,} bytes, not {size:,}"
-        raise CheckpointError(f"{file} {state}; load an earlier save")
+    if Path(name).name != name or not file.exists():
+        raise CheckpointError(f"{file} is missing; load an earlier save")
+    require_regular(file)
+    if (found := file.stat().st_size) != size:
+        raise CheckpointError(f"{file} has {found:,} bytes, not {size:,}; load an earlier save")
 
 
 def _checksum(content: Any) -> str:
@@ -200,8 +248,6 @@ def unpacked(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
     """The value that was packed; ``fetch`` finds a tensor by its name."""
     try:
         return unpack(value, fetch)
-    except CheckpointError:
-        raise
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{json.dumps(value)[:80]} is not what was packed") from error
 

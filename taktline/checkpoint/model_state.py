@@ -1,21 +1,22 @@
-"""The tensors of a model in this process, under the names that the model has for them."""
+"""The tensors of a model in this process, by the model's names, and the processes that have all."""
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 
-from taktline.checkpoint.conversions import Conversions
-from taktline.checkpoint.processes import Processes
+from taktline.errors import CheckpointError, MismatchError, TaktlineError, text_of
 from taktline.runtime.schedule import Schedule
 from taktline.stage.names import declared, named_buffers, named_parameters
-from taktline.transport import transport_of
+from taktline.transport import Transport, transport_of
+from taktline.transport.exchange import restored, retold, share_values, written
+from taktline.transport.one_rank import Alone
 
 
 class Held(NamedTuple):
@@ -26,6 +27,19 @@ class Held(NamedTuple):
     tensor: torch.Tensor
     priority: int = 0
     """Of several tensors with one name, that with the highest is saved. All are loaded."""
+
+
+Use = tuple[int, str, bool]
+"""A tensor in a stage: the stage, its name there, and whether it is a parameter."""
+
+
+def uses_in(modules: Mapping[int, nn.Module]) -> list[Use]:
+    """All parameters and persistent buffers of stages."""
+    return [
+        (stage, name, isinstance(value, nn.Parameter))
+        for stage, module in modules.items()
+        for name, value in state_of(module).items()
+    ]
 
 
 @dataclass(slots=True)
@@ -42,8 +56,8 @@ class ModelState:
     """Tensors in the model's state that no stage has."""
     prefixes: bool = False
     """Whether a name begins with the number of its stage."""
-    conversions: Conversions | None = None
-    """How files have the tensors of a model of transformers."""
+    conversions: Any = None
+    """How files have the tensors of a model of transformers, see ``pretrained.py``."""
 
     @classmethod
     def of_model(cls, model: nn.Module, modules: dict[int, nn.Module]) -> Self:
@@ -51,10 +65,10 @@ class ModelState:
         state = state_of(model)
         # In the order of the model's own state_dict(), which may leave out or add something.
         names = [name for name in model.state_dict() if name in state] or list(state)
-        found = cls(modules, names, conversions=Conversions.of(model))
+        found = cls(modules, names)
         held = {name for module in modules.values() for name in state_of(module)}
         known = {id(state[name]): name for name in state if name in held}
-        for name in found.names:
+        for name in names:
             if name in held:
                 continue
             if id(state[name]) in known:
@@ -65,28 +79,26 @@ class ModelState:
 
     @classmethod
     def of_stages(
-        cls, modules: dict[int, nn.Module], gather: Callable[[list[Any]], list[Any]] | None = None
+        cls, modules: dict[int, nn.Module], everywhere: Iterable[Use] | None = None
     ) -> Self:
         """The state of stages that were cut by hand.
 
         Names begin with the number of the stage if two stages have different tensors under one
-        name. ``gather`` returns the values of all processes, if other stages are elsewhere. Then a
+        name. ``everywhere`` has the uses of all processes, if other stages are elsewhere. Then a
         parameter is the same one in two stages if it is tied, and a buffer always is.
         """
-        held = [
-            (stage, name, value)
-            for stage, module in modules.items()
-            for name, value in state_of(module).items()
-        ]
-        if gather is None:
-            uses = [(stage, name, id(value)) for stage, name, value in held]
+        if everywhere is None:
+            uses: list[tuple[int, str, Any]] = [
+                (stage, name, id(value))
+                for stage, module in modules.items()
+                for name, value in state_of(module).items()
+            ]
         else:
             ties = {tie for module in modules.values() for tie in declared(module)}
             tie_of = {use: tie for tie in ties for use in tie.uses}
-            mine = [(stage, name, isinstance(value, nn.Parameter)) for stage, name, value in held]
             uses = [
                 (stage, name, tie_of.get((stage, name), stage) if is_parameter else None)
-                for stage, name, is_parameter in itertools.chain(*gather(mine))
+                for stage, name, is_parameter in everywhere
             ]
         different = {(name, identity) for _, name, identity in uses}
         found = cls(modules, prefixes=len(different) > len({name for name, _ in different}))
@@ -99,9 +111,15 @@ class ModelState:
         return f"{stage}.{name}" if self.prefixes else name
 
     def held(self) -> list[Held]:
-        """The parameters and persistent buffers of all stages here, by their names in the model."""
+        """The parameters and persistent buffers of all stages here, by their names in the model.
+
+        The first stage stands for a tied weight. A buffer may be in several stages, too. Each
+        forward may change it, and that of the last stage comes last.
+        """
         return [
-            Held(self.name(stage, name), value, _priority(value, stage))
+            Held(
+                self.name(stage, name), value, -stage if isinstance(value, nn.Parameter) else stage
+            )
             for stage, module in self.modules.items()
             for name, value in state_of(module).items()
         ]
@@ -118,6 +136,61 @@ class ModelState:
         return joined([same, self.aliases, *tied], self.names)
 
 
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes along each dimension of a mesh, which save and load together."""
+
+    transports: Sequence[Transport] = (Alone(),)
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many processes there are along each dimension."""
+        return [transport.size for transport in self.transports]
+
+    @property
+    def place(self) -> int:
+        """The number of this process."""
+        place, size = 0, 1
+        for transport in self.transports:
+            place, size = place + transport.rank * size, size * transport.size
+        return place
+
+    def attempt(self, do: Callable[[], Any], what: str) -> tuple[Any, TaktlineError | None]:
+        """The result of a function, or the error of a disk or a user's code, with the rank."""
+        who = f"rank {self.place}: " if prod(self.sizes) > 1 else ""
+        try:
+            return do(), None
+        except TaktlineError as error:
+            text = text_of(error)
+            return None, retold(error, text if text.startswith("rank ") else f"{who}{text}")
+        except Exception as error:
+            kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+            reason = getattr(error, "strerror", None) or text_of(error)
+            found = CheckpointError(f"{who}cannot {what}: {kind}{reason}")
+            found.__cause__ = error
+            return None, found
+
+    def everywhere(self, do: Callable[[], Any], what: str, call: str) -> list[Any]:
+        """The results of all processes, as JSON, in the order of their numbers.
+
+        An error of one is raised on all, and so is one about processes in different calls.
+        """
+        result, error = self.attempt(do, what)
+        told = "" if error is None else written(error)
+        rows = [[told, result]]
+        for transport in self.transports:
+            try:
+                shared = share_values(transport, rows, [(str, object)], call, what=call)
+                rows = [row for each in shared for row in each]
+            except MismatchError as apart:  # processes along the other dimensions must know
+                error, told = apart, written(apart)
+                rows = [[told, None]]
+        for place, (text, _) in enumerate(rows):
+            if text:
+                raise error if error is not None and text == told else restored(text, place)
+        return [each for _, each in rows]
+
+
 class HeldModel:
     """The tensors of a model that this process saves and loads, with those of other processes."""
 
@@ -129,9 +202,8 @@ class HeldModel:
     ) -> None:
         self.state, self.schedule = state, schedule
         self.processes = processes or Processes()
-        self.aliases = state.first_names()
+        self.aliases = first = state.first_names()
         """Further names in the model of tensors, here or in another process."""
-        first = self.aliases
         self.held = [each._replace(name=first.get(each.name, each.name)) for each in state.held()]
 
     @classmethod
@@ -148,12 +220,10 @@ class HeldModel:
         wider = runner._random is None and world.size > runner.transport.size
         processes = Processes([world if wider else runner.transport])
         modules = {stage.stage_index: stage.submod for stage in schedule._stages}
-
-        def gather(names: list[Any]) -> list[Any]:
-            what = "the names of a checkpoint"
-            return processes.everywhere(lambda: names, what, what)
-
-        return cls(ModelState.of_stages(modules, gather), processes, schedule)
+        what = "the names of a checkpoint"
+        listed = processes.everywhere(lambda: uses_in(modules), what, what)
+        uses = [tuple(use) for process in listed for use in process]
+        return cls(ModelState.of_stages(modules, uses), processes, schedule)
 
     def arrive(self, call: str) -> None:
         """Raise unless all ranks of all replicas are in the same call; then put shards back.
@@ -190,13 +260,17 @@ def foremost(held: Iterable[Held]) -> dict[str, Held]:
     return best
 
 
-def _priority(value: torch.Tensor, stage: int) -> int:
-    """Which one of several tensors with one name is saved: that with the highest priority.
+def writers(listed: Sequence[Sequence[tuple[str, int]]]) -> dict[str, int]:
+    """The process that writes each key: that with the highest priority, or the first.
 
-    The first stage stands for a tied weight. A buffer may be in several stages, too. Each forward
-    may change it, and that of the last stage comes last.
+    >>> writers([[("embed", 0), ("mean", 0)], [("embed", -1), ("mean", 1)]])
+    {'embed': 0, 'mean': 1}
     """
-    return -stage if isinstance(value, nn.Parameter) else stage
+    best: dict[str, tuple[int, int]] = {}
+    for place, process in enumerate(listed):
+        for key, priority in process:
+            best[key] = max(best.get(key, (priority, -place)), (priority, -place))
+    return {key: -place for key, (_, place) in best.items()}
 
 
 def joined(tables: Iterable[Mapping[str, str]], order: Iterable[str] = ()) -> dict[str, str]:

@@ -1,201 +1,233 @@
-"""Models in the layout of Hugging Face: safetensors in several files, with an index."""
+"""Models in the layout of Hugging Face: safetensors in several files, with an index.
+
+transformers 5 keeps the experts of a layer in one tensor, and writes one for each expert; its own
+tables say how::
+
+    in the model:   mlp.experts.gate_up_proj        [experts, 2 * inner, outer]
+    in files:       mlp.experts.0.gate_proj.weight  [inner, outer]
+                    mlp.experts.0.up_proj.weight    [inner, outer]
+                    mlp.experts.1.gate_proj.weight  …
+"""
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
+import sys
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from taktline.checkpoint.conversions import Conversions, Source, find_sources
-from taktline.checkpoint.files import open_file
 from taktline.checkpoint.folder import sync, write_text
-from taktline.checkpoint.model_state import HeldModel, foremost
-from taktline.checkpoint.processes import writers
-from taktline.checkpoint.tensor_file import TensorFile, require_writable, write
+from taktline.checkpoint.model_state import HeldModel, foremost, writers
+from taktline.checkpoint.tensor_file import TensorFile, open_file, require_writable, write
 from taktline.checks import read, require_path, require_whole
-from taktline.errors import CheckpointError
+from taktline.errors import CheckpointError, text_of
 from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded, local
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _WEIGHT_MAP = {"metadata": object, "weight_map": {str: str}}
+_log = logging.getLogger("taktline")
+
+
+class Conversions(NamedTuple):
+    """How transformers converts the tensors of a model when it writes files."""
+
+    config: Any
+    """The model's."""
+    transforms: list[Any]
+    """Its own objects; their order is that of reading."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Conversions | None:
+        """Those of a model of transformers; None if it has none, or needs none."""
+        kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+        if not isinstance(model, kind):
+            return None
+        known: Any = getattr(model, "_weight_conversions", None)  # those by which it was read
+        if known is None:
+            known = _transforms(model, add_legacy=False)
+            # Nobody knows whether files would have had the prefix.
+            known = [each for each in known if not hasattr(each, "prefix_to_add")]
+        return cls(model.config, list(known)) if known else None
+
+    def written(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors of the model as they are in files."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        model: Any = SimpleNamespace(  # with all that it asks of a model
+            config=self.config,
+            _weight_conversions=self.transforms,
+            get_parameter=tensors.__getitem__,
+        )
+        return _plain(revert_weight_conversion(model, dict(tensors)))
 
 
 def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None:
     """Write files that ``from_pretrained`` reads; every process writes its own tensors."""
-    path, processes = require_path("folder", folder), model.processes
+    path = require_path("folder", folder)
     require_whole("max_shard_bytes", max_shard_bytes, least=1)
-    pieces: dict[str, _Piece] = {}
-
-    def begin() -> list[tuple[str, int, dict[str, int]]]:
-        path.mkdir(parents=True, exist_ok=True)
-        pieces.update(_pieces(model))
-        return [(key, piece.priority, piece.sizes()) for key, piece in pieces.items()]
-
+    writing, processes = _Writing(model, path), model.processes
     with guarded(processes.transports[0], "save_pretrained()") as call:
         model.arrive(call)
-        listed = processes.everywhere(begin, f"save to {path}", call)
-        sizes = {key: names for process in listed for key, _, names in process}
-        writer = writers([[(key, best) for key, best, _ in process] for process in listed])
-        files = _share_out(
-            writer, {key: sum(sizes[key].values()) for key in sizes}, max_shard_bytes
-        )
-
-        def write_own() -> None:
-            _write(path, files, pieces, processes.place)
-
-        def finish() -> None:
-            if not processes.place:
-                _write_index(path, files, sizes)
-                _write_config(model, path)
-                sync(path)
-
-        processes.everywhere(write_own, f"write {path}", call)
-        processes.everywhere(finish, f"write {path}", call)
+        writer = writers(processes.everywhere(writing.begin, f"save to {path}", call))
+        gather = partial(writing.gather, writer, max_shard_bytes)
+        counts = processes.everywhere(gather, f"save to {path}", call)
+        write_files = partial(writing.write, counts)
+        names = processes.everywhere(write_files, f"write {path}", call)
+        processes.everywhere(partial(writing.finish, names), f"write {path}", call)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Tensors of the model that files have in another form; or one that they have as it is.
+class _Writing:
+    """A model that is written in files, as this process sees it."""
 
-    Args:
-        held: by their names in the model.
-        priority: as in :class:`Held`.
-        conversions: make what files have.
-    """
+    def __init__(self, model: HeldModel, path: Path) -> None:
+        self._model, self._path = model, path
+        self._files: list[dict[str, torch.Tensor]] = []
+        """The tensors of each file of this process."""
 
-    held: dict[str, torch.Tensor]
-    priority: int
-    conversions: Conversions | None
+    def begin(self) -> list[tuple[str, int]]:
+        """The names of all tensors here, and their priorities."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._held = foremost(self._model.held)
+        for name, value, _ in self._held.values():
+            require_writable(local(value), name)
+        return [(name, each.priority) for name, each in self._held.items()]
 
-    def shapes(self) -> dict[str, torch.Tensor]:
-        """The tensors in files, on the meta device."""
-        return self.written({name: as_meta(tensor) for name, tensor in self.held.items()})
+    def gather(self, writer: Mapping[str, int], most: int) -> int:
+        """Put what this process writes into files of so many bytes; returns how many there are.
 
-    def sizes(self) -> dict[str, int]:
-        """The bytes of each tensor in files."""
-        return {name: tensor.nbytes for name, tensor in self.shapes().items()}
+        Processes that have shards of one tensor take part, in the same order.
+        """
+        own: dict[str, torch.Tensor] = {}
+        for name, each in self._held.items():
+            value = each.tensor.detach()
+            whole = value.full_tensor() if is_sharded(value) else value
+            if writer[name] == self._model.processes.place:
+                own[name] = whole.cpu()
+        conversions: Conversions | None = self._model.state.conversions
+        room = 0
+        for name, tensor in (own if conversions is None else conversions.written(own)).items():
+            if not self._files or room < tensor.nbytes:
+                self._files.append({})
+                room = most
+            self._files[-1][name] = tensor
+            room -= tensor.nbytes
+        return len(self._files)
 
-    def gathered(self) -> dict[str, torch.Tensor]:
-        """All of each tensor; the processes that have shards of it take part."""
-        return {
-            name: tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
-            for name, tensor in self.held.items()
-        }
+    def write(self, counts: Sequence[int]) -> dict[str, tuple[str, int]]:
+        """Write the files of this process; returns the file of each tensor, and its bytes."""
+        count, before = sum(counts), sum(counts[: self._model.processes.place])
+        written: dict[str, tuple[str, int]] = {}
+        for number, tensors in enumerate(self._files, before + 1):
+            file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            write(self._path / f"{file}.new", tensors)
+            (self._path / f"{file}.new").rename(self._path / file)
+            written |= {name: (file, tensor.nbytes) for name, tensor in tensors.items()}
+        return written
 
-    def written(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's tensors as they are in files."""
-        return tensors if self.conversions is None else self.conversions.written(tensors)
-
-
-def as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and type, without values."""
-    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
-
-
-def _pieces(model: HeldModel) -> dict[str, _Piece]:
-    """What this process has, by the first name in each piece."""
-    held, conversions = foremost(model.held), model.state.conversions
-    for name, value, _ in held.values():
-        require_writable(local(value), name)
-    groups = [[name] for name in held] if conversions is None else conversions.groups(held)
-    return {
-        names[0]: _Piece(
-            {name: held[name].tensor for name in names}, held[names[0]].priority, conversions
-        )
-        for names in groups
-    }
-
-
-class _File(NamedTuple):
-    """A file of several, and the process that writes it."""
-
-    name: str
-    place: int
-    pieces: list[str]
-
-
-def _share_out(writer: Mapping[str, int], sizes: Mapping[str, int], most: int) -> list[_File]:
-    """The pieces of each file, in the order in which all processes write the files."""
-    groups: list[tuple[int, list[str]]] = []
-    room = 0
-    for name, place in sorted(writer.items(), key=lambda each: each[1]):
-        if not groups or groups[-1][0] != place or room < sizes[name]:
-            groups.append((place, []))
-            room = most
-        room -= sizes[name]
-        groups[-1][1].append(name)
-    count = len(groups)
-    return [
-        _File(SINGLE if count == 1 else f"model-{n:05d}-of-{count:05d}.safetensors", place, names)
-        for n, (place, names) in enumerate(groups, 1)
-    ]
-
-
-def _write(path: Path, files: Sequence[_File], pieces: Mapping[str, _Piece], place: int) -> None:
-    """Write the files of this process; all processes take part in gathering shards."""
-    here = [_aligned([pieces[key] for key in file.pieces if key in pieces]) for file in files]
-    values = (piece.gathered() for own in here for piece in own)
-    try:
-        for file, own in zip(files, here, strict=True):
-            gathered = islice(values, len(own))
-            if file.place == place:
-                made = path / f"{file.name}.new"
-                shapes = {name: shape for piece in own for name, shape in piece.shapes().items()}
-                write(made, shapes, _converted(own, gathered))
-                made.rename(path / file.name)
-            _drain(gathered)
-    finally:
-        _drain(values)  # other processes wait for the shards of this one, even if it fails
-
-
-def _aligned(pieces: list[_Piece]) -> list[_Piece]:
-    """The largest elements first, so that all tensors of a file are aligned."""
-    return sorted(pieces, key=lambda piece: -next(iter(piece.held.values())).element_size())
-
-
-def _converted(
-    pieces: Sequence[_Piece], gathered: Iterable[dict[str, torch.Tensor]]
-) -> Iterator[torch.Tensor]:
-    for piece, whole in zip(pieces, gathered, strict=False):
-        yield from piece.written(whole).values()
-
-
-def _drain(values: Iterator[Any]) -> None:
-    for _ in values:
-        pass
-
-
-def _write_index(
-    path: Path, files: Sequence[_File], sizes: Mapping[str, Mapping[str, int]]
-) -> None:
-    if len(files) > 1:
-        weight_map = {
-            name: file.name for file in files for piece in file.pieces for name in sizes[piece]
-        }
-        size = sum(sum(names.values()) for names in sizes.values())
-        content = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        write_text(path / INDEX, json.dumps(content, indent=2))
-
-
-def _write_config(model: HeldModel, path: Path) -> None:
-    """Write the config of the first module that has one; and that of its generation, if any."""
-    for module in model.inner_modules():
-        configs = [getattr(module, name, None) for name in ("config", "generation_config")]
-        if hasattr(configs[0], "save_pretrained"):
-            for config in configs:
-                if config is not None:
-                    config.save_pretrained(path)
+    def finish(self, written: Sequence[Mapping[str, tuple[str, int]]]) -> None:
+        """Write the index, and the configs of the first module with one; on the first process."""
+        if self._model.processes.place:
             return
+        names = {name: place for process in written for name, place in process.items()}
+        if len({file for file, _ in names.values()}) > 1:
+            content = {
+                "metadata": {"total_size": sum(size for _, size in names.values())},
+                "weight_map": {name: file for name, (file, _) in names.items()},
+            }
+            write_text(self._path / INDEX, json.dumps(content, indent=2))
+        for module in self._model.inner_modules():
+            configs = [getattr(module, name, None) for name in ("config", "generation_config")]
+            if hasattr(configs[0], "save_pretrained"):
+                for config in filter(None, configs):
+                    config.save_pretrained(self._path)
+                break
+        sync(self._path)
+
+
+class Source(NamedTuple):
+    """What one or several tensors of a model are made from."""
+
+    key: str
+    """The name of the first of them."""
+    pattern: dict[str, str]
+    """Names in the files, in order; and of each, the pattern that it fits, if it is converted."""
+    converter: Any = None
+    """Makes the tensors; without it, there is one, which the file has as it is."""
+
+    def make(self, model: Any, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's tensors from those in files."""
+        one = copy.deepcopy(self.converter)
+        for name, pattern in self.pattern.items():
+            one.add_tensor(self.key, name, pattern, stored[name])
+        return _plain(one.convert(self.key, model=model, config=model.config))
+
+
+def _plain(made: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Without the lists of one tensor that some conversions return."""
+    return {name: part[0] if isinstance(part, list) else part for name, part in made.items()}
+
+
+def _find_sources(model: Any, stored: Mapping[str, torch.Tensor]) -> dict[str, Source]:
+    """What each tensor of a model of transformers is made from, by its name in the model.
+
+    ``stored`` are the tensors in files, on the meta device. The model may lack some of them.
+    """
+    from transformers import core_model_loading as core
+
+    transforms = _transforms(model)
+    converters = [each for each in transforms if isinstance(each, core.WeightConverter)]
+    renamings = [each for each in transforms if not isinstance(each, core.WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    sources: dict[str, Source] = {}
+    for name in sorted(stored, key=core.dot_natural_key):
+        key, pattern = core.rename_source_key(name, renamings, converters, prefix, state)
+        if key not in state and name in state:  # it has the model's own name
+            key, pattern = core.rename_source_key(name, [], [], prefix, state)
+        if key in state:
+            converter = None if pattern is None else by_pattern[pattern]
+            sources.setdefault(key, Source(key, {}, converter)).pattern[name] = pattern or ""
+    found: dict[str, Source] = {}
+    for source in sources.values():
+        if source.converter is None:
+            found[source.key] = source
+            continue
+        # Of several tensors that are made at once, only the first is known by its name.
+        try:
+            found |= dict.fromkeys(source.make(model, stored), source)
+        except Exception as error:  # of files that are not complete, or not of this model
+            names = list(source.pattern)
+            listed = ", ".join(names if len(names) < 4 else [*names[:2], "…", names[-1]])
+            raise CheckpointError(
+                f"{source.key} cannot be made from {listed}, as transformers would: "
+                f"{type(error).__name__}: {text_of(error)}"
+            ) from error
+    return found
+
+
+def _transforms(model: Any, **options: Any) -> list[Any]:
+    """The table of a model of transformers; empty in versions without one."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError as error:
+        _log.warning(
+            "this version of transformers has no table of names in files (%s), so files are read "
+            "and written with the names of the model; take transformers 5.22 or 5.23",
+            error,
+        )
+        return []
+    return list(get_model_conversion_mapping(model, **options))
 
 
 class PretrainedFiles(UserDict[str, Any]):
@@ -216,33 +248,16 @@ class PretrainedFiles(UserDict[str, Any]):
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}")
         opened = [TensorFile(folder / each) for each in sorted(files)]
         self._model = model
-        self._places = {name: file for file in opened for name in file.tensors}
-        shapes = {name: file.shape(name) for name, file in self._places.items()}
-        # A prefix may precede names in the model, and be left out in the files, or reversed.
-        prefix = f"{found}." if (found := getattr(model, "base_model_prefix", "")) else ""
-        as_is = {name: Source(name, {name: ""}) for name in shapes}
-        with_it = {f"{prefix}{name}": source for name, source in as_is.items()}
-        without = {name.removeprefix(prefix): source for name, source in as_is.items()}
-        super().__init__(without | with_it | as_is | find_sources(model, shapes))
+        self._files = {name: file for file in opened for name in file.tensors}
+        shapes = {name: file.view(name).to("meta") for name, file in self._files.items()}
+        super().__init__(_find_sources(model, shapes))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         source = self.data[name]
-        stored = {each: self._places[each].view(each) for each in source.pattern}
+        stored = {each: self._files[each].view(each) for each in source.pattern}
         if source.converter is None:
             return next(iter(stored.values()))
         return source.make(self._model, stored)[name]
-
-
-@contextmanager
-def _default_dtype(dtype: Any) -> Iterator[None]:
-    """Inside, models are built in the type that their config names."""
-    before = torch.get_default_dtype()
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def build(source: Any) -> tuple[nn.Module, PretrainedFiles | None]:
@@ -257,7 +272,13 @@ def build(source: Any) -> tuple[nn.Module, PretrainedFiles | None]:
     config: Any = source if folder is None else transformers.AutoConfig.from_pretrained(folder)
     names = getattr(config, "architectures", None) or []
     kind = next((found for name in names if (found := getattr(transformers, name, None))), None)
-    with deferred(), _default_dtype(getattr(config, "dtype", None)):
-        auto = transformers.AutoModelForCausalLM
-        model = auto.from_config(config) if kind is None else kind(config)
+    before, dtype = torch.get_default_dtype(), getattr(config, "dtype", None)
+    try:
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+            torch.set_default_dtype(dtype)
+        with deferred():
+            auto = transformers.AutoModelForCausalLM
+            model = auto.from_config(config) if kind is None else kind(config)
+    finally:
+        torch.set_default_dtype(before)
     return model, None if folder is None else PretrainedFiles(folder, model)

@@ -1,7 +1,7 @@
 """Files of tensors in the safetensors format: a header in JSON, then the bytes of each tensor.
 
-Files are written one tensor at a time, and read through a memory map, so that a process never holds
-more of a file than it uses. The checksums are in the manifest, one for each block of the file.
+Files are read through a memory map, so that a process never holds more of a file than it uses. The
+checksums are in the manifest, one for each block of the file.
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ import mmap
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from io import FileIO
+from collections.abc import Mapping, Sequence
+from io import BufferedReader, FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from taktline.checkpoint.files import open_file
 from taktline.checks import conform, read
 from taktline.errors import CheckpointError, JsonError
 
 _BLOCK = 1 << 16
 """The bytes of one checksum: reading a part of a file checks only that part."""
-
 _LONGEST_HEADER = 100_000_000
 """The format's own limit."""
-
 _LARGE = 1 << 20
 """The fewest bytes of a tensor that the disk begins to write at once."""
 
@@ -53,6 +50,18 @@ _KINDS = {
 _NAMES = {dtype: name for name, dtype in _KINDS.items()}
 
 
+def require_regular(path: Path) -> None:
+    """Raise for a pipe, a socket or a device, which may block for ever, and for a folder."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a regular file to read it."""
+    require_regular(path)
+    return open(path, "rb")
+
+
 def require_writable(tensor: torch.Tensor, name: str) -> None:
     """Raise unless the format can hold such a tensor.
 
@@ -66,28 +75,20 @@ def require_writable(tensor: torch.Tensor, name: str) -> None:
         raise CheckpointError(f"{name} is a tensor of {kind}, which cannot be saved")
 
 
-def aligned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors in the order of a file: the largest elements first, so that all are aligned."""
-    return dict(sorted(tensors.items(), key=lambda each: -each[1].element_size()))
-
-
-def write(
-    path: Path, shapes: Mapping[str, torch.Tensor], values: Iterable[torch.Tensor]
-) -> dict[str, Any]:
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Write a file, and flush it to disk; returns its size and its checksums.
-
-    ``values`` are the tensors to write, and ``shapes`` what they look like, in the same order.
 
     >>> from tempfile import mkdtemp
     >>> path = Path(mkdtemp(), "some.safetensors")
-    >>> tensors = {"weight": torch.ones(2, 3)}
-    >>> write(path, tensors, tensors.values())
+    >>> write(path, {"weight": torch.ones(2, 3)})
     {'bytes': 104, 'crc32': '0ee85a4c'}
     >>> TensorFile(path).view("weight").sum()
     tensor(6.)
     """
+    # The largest elements first, so that all of them are aligned.
+    ordered = dict(sorted(tensors.items(), key=lambda each: -each[1].element_size()))
     header, end = {}, 0
-    for name, tensor in shapes.items():
+    for name, tensor in ordered.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
         kind, shape = _NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
@@ -96,8 +97,9 @@ def write(
     checksums: defaultdict[int, int] = defaultdict(int)
     with open(path, "wb", buffering=0) as file:
         _add(file, memoryview(len(text).to_bytes(8, "little") + text), checksums)
-        for value in values:
-            _add(file, _bytes(value), checksums)
+        for tensor in ordered.values():
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            _add(file, plain.reshape(-1).view(torch.uint8).numpy().data, checksums)
         os.fsync(file.fileno())
         found = "".join(f"{each:08x}" for each in checksums.values())
         return {"bytes": file.tell(), "crc32": found}
@@ -114,12 +116,6 @@ def _add(file: FileIO, data: memoryview, checksums: defaultdict[int, int]) -> No
     if count >= _LARGE and hasattr(os, "posix_fadvise"):
         # Let the disk begin now, and not only when all is written.
         os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, its elements in order."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 class _Stored(NamedTuple):
@@ -150,21 +146,16 @@ class TensorFile:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         self.tensors = _stored(text, 8 + length, size, path)
 
-    def shape(self, name: str) -> torch.Tensor:
-        """What a tensor looks like, without its values."""
-        stored = self.tensors[name]
-        return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-
     def view(self, name: str) -> torch.Tensor:
         """A tensor in the memory of the map; its bytes are read when they are used."""
         stored = self.tensors[name]
         count = prod(stored.shape)
         if not count:
             return torch.empty(stored.shape, dtype=stored.dtype)
-        if stored.begin % stored.dtype.itemsize:  # files of other writers may be unaligned
-            data = bytearray(self._map[stored.begin : stored.end])
-            return torch.frombuffer(data, dtype=stored.dtype).reshape(stored.shape)
-        flat = torch.frombuffer(self._map, dtype=stored.dtype, count=count, offset=stored.begin)
+        data, start = self._map, stored.begin
+        if start % stored.dtype.itemsize:  # files of other writers may be unaligned
+            data, start = bytearray(self._map[stored.begin : stored.end]), 0
+        flat = torch.frombuffer(data, dtype=stored.dtype, count=count, offset=start)
         return flat.reshape(stored.shape)
 
     def check(self, name: str, part: Sequence[slice]) -> None:
@@ -186,12 +177,12 @@ class TensorFile:
     def _span(self, name: str, part: Sequence[slice]) -> tuple[int, int]:
         """The bytes in the file from the first to the last element of a part."""
         dtype, shape, begin, _ = self.tensors[name]
-        steps = [dtype.itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
         if not prod(shape):
             return begin, begin
-        last = sum((each.stop - 1) * step for each, step in zip(part, steps, strict=True))
-        first = sum(each.start * step for each, step in zip(part, steps, strict=True))
-        return begin + first, begin + last + dtype.itemsize
+        first = last = 0  # the numbers of these elements
+        for each, size in zip(part, shape, strict=True):
+            first, last = first * size + each.start, last * size + each.stop - 1
+        return begin + first * dtype.itemsize, begin + (last + 1) * dtype.itemsize
 
     def release(self, name: str) -> None:
         """Free the memory of a tensor that was read."""

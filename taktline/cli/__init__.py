@@ -1,4 +1,4 @@
-"""The command line: one file per command."""
+"""The command line."""
 
 from __future__ import annotations
 

@@ -17,16 +17,10 @@ import typer
 from typer.core import TyperGroup
 
 from taktline import __version__
-from taktline.cli.balance import balance
-from taktline.cli.check import check
-from taktline.cli.compare import compare
-from taktline.cli.demo import demo
-from taktline.cli.doctor import doctor
+from taktline.cli.commands import balance, check, compare, plan, show, simulate
 from taktline.cli.explorer import explore
 from taktline.cli.options import Size, Times
-from taktline.cli.plan import plan
-from taktline.cli.show import show
-from taktline.cli.simulate import simulate
+from taktline.cli.ranks import demo, doctor
 from taktline.errors import InvalidPlanError, TaktlineError
 
 # Where click is depends on typer's version.

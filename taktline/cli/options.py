@@ -7,7 +7,7 @@ import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,28 +34,29 @@ if TYPE_CHECKING:
 NARROW = 72
 """On terminals with fewer columns, tables show only the most important columns."""
 
+OUTPUT = ("--output", "-o")
+
 MEMORY = "memory: peak activations on a rank, counted in micro-batches"
 
 _MOST = 500_000
 """The most forwards of a plan that a command builds: with more it would run for a minute."""
 
 
+def _option(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help)
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """The size of a plan; each field is an option."""
 
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", "-r", help="Number of ranks (default 4).")
-    ] = None
+    ranks: Annotated[int | None, _option("Number of ranks (default 4).", "--ranks", "-r")] = None
     stages_per_rank: Annotated[
         int | None,
-        typer.Option(
-            "--stages-per-rank", "-s", help="Stages per rank, for schedules that leave it open."
-        ),
+        _option("Stages per rank, for schedules that leave it open.", "--stages-per-rank", "-s"),
     ] = None
     microbatches: Annotated[
-        int | None,
-        typer.Option("--microbatches", "-m", help="Number of micro-batches (default 8)."),
+        int | None, _option("Number of micro-batches (default 8).", "--microbatches", "-m")
     ] = None
 
     def build(self, name: str) -> Plan:
@@ -93,18 +94,14 @@ class Size:
 class Times(Size):
     """Also how long actions take; each field is an option."""
 
-    forward: Annotated[
-        float | None, typer.Option(help="Time of a rank's forward, F (default 1).")
-    ] = None
-    backward: Annotated[
-        float | None, typer.Option(help="Time of a backward for the inputs, I (default 1).")
-    ] = None
-    weight: Annotated[
-        float | None, typer.Option(help="Time of a backward for the weights, W (default 1).")
-    ] = None
-    comm: Annotated[
-        float | None, typer.Option(help="Time of a message between ranks (default 0).")
-    ] = None
+    forward: Annotated[float | None, _option("Time of a rank's forward, F (default 1).")] = None
+    backward: Annotated[float | None, _option("Time of a backward for inputs, I (default 1).")] = (
+        None
+    )
+    weight: Annotated[float | None, _option("Time of a backward for weights, W (default 1).")] = (
+        None
+    )
+    comm: Annotated[float | None, _option("Time of a message between ranks (default 0).")] = None
 
     def costs(self, plan: Plan, known: Costs | None) -> Costs:
         """The known costs, with the given times in their place.
@@ -112,12 +109,9 @@ class Times(Size):
         If no costs are known, times and memory are those of a rank's whole share of the model, of
         which each of its stages takes a part: so a plan takes equally long in all commands.
         """
-        times = {
-            "forward": self.forward,
-            "backward_input": self.backward,
-            "backward_weight": self.weight,
-        }
-        given: dict[str, Any] = {name: time for name, time in times.items() if time is not None}
+        names = ("forward", "backward_input", "backward_weight")
+        times = zip(names, (self.forward, self.backward, self.weight), strict=True)
+        given: dict[str, Any] = {name: time for name, time in times if time is not None}
         if given:
             given["overlap"] = None
         if given.keys() & {"backward_input", "backward_weight"}:
@@ -128,7 +122,7 @@ class Times(Size):
         if known is not None:
             return costs
         share = plan.stages // plan.ranks
-        parts = {name: getattr(costs, name) / share for name in (*times, "activation")}
+        parts = {name: getattr(costs, name) / share for name in (*names, "activation")}
         return replace(costs, **parts)
 
     def simulate(self, target: str) -> Timeline:
@@ -161,14 +155,13 @@ class Times(Size):
         return timelines
 
 
-Predict: TypeAlias = Annotated[
-    bool, typer.Option("--predict", help="Add the prediction from each timeline's own costs.")
+Predict = Annotated[
+    bool, _option("Add the prediction from each timeline's own costs.", "--predict")
 ]
-Colour: TypeAlias = Annotated[
-    bool | None,
-    typer.Option("--color/--no-color", help="Use colours (default: in a terminal only)."),
+Colour = Annotated[
+    bool | None, _option("Use colours (default: in a terminal only).", "--color/--no-color")
 ]
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, _option("Print JSON.", "--json")]
 
 
 def complete(begun: str) -> list[str]:

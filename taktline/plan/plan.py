@@ -302,8 +302,8 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan to a file in the format of its ending.
 
-        ``.csv`` and ``.json`` hold the plan, as :func:`taktline.plan.write` does; ``.html``,
-        ``.svg`` and ``.png`` draw it as it runs if all stages take equally long.
+        ``.csv`` and ``.json`` hold the plan, as :func:`taktline.plan.write` does; ``.html``
+        and ``.svg`` draw it as it runs if all stages take equally long.
 
         >>> from tempfile import TemporaryDirectory
         >>> from taktline.plan import build, read

@@ -268,8 +268,8 @@ class Timeline:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the timeline to a file in the format of its ending.
 
-        ``.html`` is a page to explore, ``.svg`` and ``.png`` (with Pillow) are pictures, ``.csv``
-        has a line for each action, and ``.json`` is what ``read_timeline`` reads.
+        ``.html`` is a page to explore, ``.svg`` a picture, ``.csv`` has a line for each action, and
+        ``.json`` is what ``read_timeline`` reads.
 
         >>> from tempfile import TemporaryDirectory
         >>> from taktline.plan import build, simulate

@@ -17,7 +17,6 @@ from taktline.plan.plan import Plan
 from taktline.plan.timeline import Timeline, simulate
 from taktline.plan.validate import validate
 from taktline.render.html import to_html
-from taktline.render.png import to_png
 from taktline.render.svg import natural_width, to_svg
 from taktline.render.text import chart
 
@@ -30,7 +29,7 @@ _MOST = 20_000
 def save(
     timelines: Sequence[Timeline], path: str | os.PathLike[str], *, width: float | None = None
 ) -> Path:
-    """Write timelines to a file, whose ending says how: .html, .svg, .png, .csv or .json.
+    """Write timelines to a file, whose ending says how: .html, .svg, .csv or .json.
 
     The last two hold a single timeline; .json is what ``read_timeline`` reads. ``width`` is that of
     a picture, in pixels.
@@ -38,20 +37,17 @@ def save(
     path = require_path("path", path)
     ending = path.suffix.lower()
     if ending in (".csv", ".json") and len(timelines) != 1:
-        raise PlanFileError(path, "holds one timeline; draw several as .html, .svg or .png")
+        raise PlanFileError(path, "holds one timeline; draw several as .html or .svg")
     if ending == ".html":
         write_text(path, to_html(timelines))
     elif ending == ".svg":
         write_text(path, to_svg(timelines, width=width))
-    elif ending == ".png":
-        width = width or min(natural_width(timelines), 4_000)
-        path.write_bytes(to_png(to_svg(timelines, width=width)))
     elif ending == ".csv":
         write_text(path, to_csv(timelines[0]))
     elif ending == ".json":
         write_timeline(timelines[0], path)
     else:
-        raise PlanFileError(path, f"ends in .html, .svg, .png, .csv or .json, not in {ending!r}")
+        raise PlanFileError(path, f"ends in .html, .svg, .csv or .json, not in {ending!r}")
     return path
 
 

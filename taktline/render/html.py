@@ -20,8 +20,7 @@ from taktline.plan.action import Kind
 from taktline.plan.deps import needs
 from taktline.plan.rows import BoolArray, FloatArray, IntArray
 from taktline.plan.timeline import Timeline, memory_curve
-from taktline.render.palette import COLOURS, MEANINGS, MEMORY, is_dark, shades
-from taktline.render.scale import shared_axis
+from taktline.render.svg import COLOURS, MEANINGS, MEMORY, is_dark, shades, shared_axis
 from taktline.text import counted
 
 

@@ -1,18 +1,40 @@
-"""Timelines as SVG: to scale, with micro-batch numbers, bubbles and memory; fit for a paper."""
+"""Timelines as SVG: to scale, with micro-batch numbers, bubbles and memory; fit for a paper.
+
+The colours and the time axis are those of all drawings.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
 import numpy as np
 
 from taktline.checks import require_number
+from taktline.errors import CostError, PlanError
 from taktline.plan.action import Kind
+from taktline.plan.plan import Placement
 from taktline.plan.timeline import Timeline, memory_curve
-from taktline.render.palette import MEANINGS, MEMORY, is_dark, shade, shades
-from taktline.render.scale import nice_ticks, shared_axis
 from taktline.text import counted
+
+COLOURS = {
+    Kind.F: "#3b75af",
+    Kind.B: "#3f8746",
+    Kind.I: "#23827c",
+    Kind.W: "#e08a2c",
+}
+"""No two differ in red and green alone; letters in the boxes name the kinds, too."""
+
+MEANINGS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "backward for the inputs",
+    Kind.W: "backward for the weights",
+}
+
+MEMORY = "#7d70ab"
+"""The colour of memory curves."""
 
 LANE, GAP = 24.0, 4.0  # a rank's row, and the space between two
 STRIP = 16.0  # a rank's memory curve
@@ -23,6 +45,69 @@ HATCHING = (
     "<line x1='0' y1='0' x2='0' y2='5' stroke='#dddcd8' stroke-width='1.5'/></pattern></defs>"
 )
 FONT = "font-family='Helvetica, Arial, sans-serif' font-size='10'"
+
+
+def shade(kind: Kind, chunk: int, chunks: int) -> str:
+    """The colour of a kind for a rank's ``chunk``-th stage of ``chunks``: later ones are lighter.
+
+    >>> shade(Kind.F, 0, 2), shade(Kind.F, 1, 2)
+    ('#3b75af', '#93b3d3')
+    """
+    colour, share = COLOURS[kind], 0.45 * chunk / max(1, chunks - 1)
+    channels = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in channels)
+
+
+def shades(placement: Placement) -> dict[Kind, list[str]]:
+    """The colour of each kind for every stage.
+
+    >>> shades(Placement.v(2))[Kind.F]
+    ['#3b75af', '#3b75af', '#93b3d3', '#93b3d3']
+    """
+    of_rank = [placement.stages_of(rank) for rank in range(placement.ranks)]
+    chunks = [
+        (of_rank[r].index(stage), len(of_rank[r])) for stage, r in enumerate(placement.rank_of)
+    ]
+    return {kind: [shade(kind, *chunk) for chunk in chunks] for kind in COLOURS}
+
+
+def is_dark(colour: str) -> bool:
+    """Whether white letters stand out on a colour: a contrast of 4 to 1, as WCAG counts it.
+
+    >>> is_dark(COLOURS[Kind.F]), is_dark(COLOURS[Kind.W])
+    (True, False)
+    """
+    channels = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 1.05 / (luminance + 0.05) >= 4
+
+
+def shared_axis(timelines: Sequence[Timeline]) -> tuple[float, str]:
+    """Where the one axis of all timelines ends, and its unit."""
+    if not timelines:
+        raise PlanError("a drawing without timelines: pass at least one")
+    units = sorted({timeline.costs.unit for timeline in timelines})
+    if len(units) > 1:
+        raise CostError(
+            f"times in {' and '.join(map(repr, units))} do not share an axis: use one unit for all "
+            "costs"
+        )
+    return max(timeline.makespan for timeline in timelines) or 1.0, units[0]
+
+
+def nice_ticks(end: float, most: float) -> list[float]:
+    """Round numbers from 0 to ``end``, about ``most`` of them.
+
+    >>> nice_ticks(33, 8)
+    [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
+    """
+    if end <= 0:
+        return [0.0]
+    rough = end / max(most, 1.0)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    return [number * step for number in range(math.floor(end / step * (1 + 1e-9)) + 1)]
 
 
 def to_svg(timelines: Sequence[Timeline], *, width: float | None = None) -> str:

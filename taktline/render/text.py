@@ -17,8 +17,7 @@ from taktline.plan.plan import Level, Plan
 from taktline.plan.timeline import Timeline
 from taktline.plan.validate import validate
 from taktline.plan.walk import unit_run
-from taktline.render.palette import MEANINGS
-from taktline.render.scale import nice_ticks, shared_axis
+from taktline.render.svg import MEANINGS, nice_ticks, shared_axis
 from taktline.text import counted
 
 _MOST_RANKS = 64

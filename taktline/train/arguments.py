@@ -21,7 +21,6 @@ from taktline.checks import (
 )
 from taktline.errors import MismatchError, PartitionError, ScheduleError
 from taktline.split import Pipe
-from taktline.train.megatron_layout import cuts_of
 
 
 def _require_state(name: str, value: Any) -> None:
@@ -74,10 +73,8 @@ def _require_measurable(model: Any, example: Any, cuts: Any) -> None:
         )
 
 
-def names_of(cuts: Any, model: Any) -> list[str] | None:
-    """The names of the submodules at which stages begin, from a layout or a list."""
-    if isinstance(cuts, str):
-        cuts = cuts_of(cuts, require_instance("model", model, nn.Module))
+def names_of(cuts: Any) -> list[str] | None:
+    """The names of the submodules at which stages begin, as a list."""
     if cuts is None:
         return None
     return require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)

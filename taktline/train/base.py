@@ -1,4 +1,4 @@
-"""The base of a pipeline: what was built, new connections, copies, preemption, and the end."""
+"""The base of a pipeline: what was built, new connections, preemption, and the end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from taktline.checkpoint.model_state import HeldModel
-from taktline.checkpoint.processes import Processes
-from taktline.checkpoint.random_state import random_state
+from taktline.checkpoint.model_state import HeldModel, Processes
+from taktline.checkpoint.saving import RandomNumbers
 from taktline.errors import UseError
 from taktline.runtime.schedule import LossFn
 from taktline.train.build import Built
@@ -19,11 +18,6 @@ from taktline.train.metrics import Metrics, StragglerReport
 from taktline.train.preemption import Position, Preemption
 from taktline.train.ranks import Ranks
 from taktline.transport.turn import Turn
-
-_NO_COPY = (
-    "it cannot be copied or pickled; save pipe.state_dict(gathered=True), make another "
-    "pipeline, and load it there"
-)
 
 
 class PipelineBase:
@@ -103,21 +97,11 @@ class PipelineBase:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """In one process: another pipeline, with copies of the model's modules."""
-        if self._ranks.group is not None:
-            raise UseError(f"this pipeline runs over several processes, so {_NO_COPY}")
-        made = type(self).__new__(type(self))
-        asked, report = self._preemption, self._report
-        made._begin(
-            self._loss_fn, None if asked is None else asked.on_preempt, report and report.every
-        )
-        made._live = self._built.copied(memo)
-        made._listen()
-        return made
-
     def __reduce__(self) -> NoReturn:
-        raise UseError(f"a pipeline belongs to its process, so {_NO_COPY}")
+        raise UseError(
+            "a pipeline belongs to its process, so it cannot be copied or pickled; save "
+            "pipe.state_dict(gathered=True), make another pipeline, and load it there"
+        )
 
     def _listen(self) -> None:
         """Let every step ask whether SIGTERM has come."""
@@ -131,7 +115,7 @@ class PipelineBase:
             return
         heard = self._built.schedule._runner.agreement.preempted
         if preemption.agreed or ranks.in_any_pipeline(heard, "whether to end"):
-            preemption.agree(self._position)
+            preemption.agree()
 
     def _end_if_preempted(self) -> None:
         """End this process if SIGTERM has reached any rank, unless gradients wait anywhere."""
@@ -140,12 +124,12 @@ class PipelineBase:
             return
         waits = self._built.schedule._runner.awaits_update()
         if not ranks.on_any_rank(waits, "whether to end"):
-            preemption.end(self, lambda: ranks.on_any_rank(True, "the end of on_preempt"))
+            preemption.end(self)
 
     def _position(self) -> Position:
         """Where training goes on from here."""
         state = None if self._data is None else copy.deepcopy(self._data.state_dict())
-        return Position(random_state(self._held()), self._data, state)
+        return Position(RandomNumbers(self._held()).state_dict(), self._data, state)
 
     def _held(self) -> HeldModel:
         built = self._built

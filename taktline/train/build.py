@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from taktline.checkpoint.model_state import ModelState
 from taktline.errors import MismatchError, TaktlineError
@@ -30,7 +31,6 @@ from taktline.train.ranks import Ranks, find_ranks
 from taktline.train.same_pipeline import BUILDING, Compared, together
 from taktline.train.shared_times import shared_times
 from taktline.train.stage_table import StageTable
-from taktline.train.stale_optimizers import note_replaced
 from taktline.train.wrap import require_wrapped, separate, wrapped
 
 Prepare: TypeAlias = Callable[[nn.Module, int], nn.Module]
@@ -67,13 +67,6 @@ class Built:
         self.schedule._compared = ("args", "kwargs", "target")
         self.batch_dims = BatchDims(self.example, self.schedule._cutter)
         self.schedule._cutter_for = self.batch_dims.fitted
-
-    def copied(self, memo: dict[int, Any]) -> Built:
-        """Another one with copies of all modules, where all ranks are in this process."""
-        ranks = Ranks(self.ranks.size, device=self.ranks.device)
-        made = replace(self, ranks=ranks, model=copy.deepcopy(self.model, memo))
-        made.schedule.steps = self.schedule.steps
-        return made
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """The parameters of this process: stage, name in the model, and parameter."""
@@ -172,10 +165,38 @@ def build(
     options["dynamic_shapes"] |= any(map(has_dynamic_shapes, cut.modules.values()))
     built = Built(here, cut.plan, state, table, example, options)
     here.made.keep_for(built.schedule, *state.modules.values())
-    note_replaced(given, ((name, parameter) for _, name, parameter in built.parameters()))
+    _mark_replaced(given, {name: parameter for _, name, parameter in built.parameters()})
     with guarded(here.transport, BUILDING):
         built.schedule._runner.connect()
     return built
+
+
+def _mark_replaced(before: Mapping[str, torch.Tensor], now: Mapping[str, nn.Parameter]) -> None:
+    """Mark parameters that were replaced by others, as FSDP2 does: optimizers of them raise."""
+    kept = set(map(id, now.values()))
+    for name in before.keys() & now.keys():
+        if id(before[name]) not in kept:
+            setattr(before[name], _REPLACED, True)
+            _watch_optimizers()
+
+
+_REPLACED = "_taktline_replaced"
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_require_current)
+
+
+def _require_current(optimizer: Optimizer, *_: object) -> None:
+    """Raise before the step of an optimizer that would train nothing."""
+    for group in optimizer.param_groups:
+        if any(hasattr(parameter, _REPLACED) for parameter in group["params"]):
+            raise MismatchError(
+                f"this {type(optimizer).__name__} was made before the pipeline, which has replaced "
+                "its parameters, as FSDP does, so it would train nothing; make it with "
+                "pipe.parameters()"
+            )
 
 
 def _ranks_of(schedule: ScheduleChoice) -> int:

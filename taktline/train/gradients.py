@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from taktline.checks import refuse, require_flag, require_instance, require_number
+from taktline.checks import known_keywords, refuse, require_flag, require_instance, require_number
 from taktline.errors import LossError, MismatchError
 from taktline.private import private
 from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded, local
 from taktline.train.base import PipelineBase
 from taktline.train.ranks import Ranks
-from taktline.train.tracebacks import short_traceback
 
 _norms_on_gpu = private("torch._foreach_norm", "norms of many gradients at once", None)
 
@@ -82,7 +81,7 @@ class Gradients(PipelineBase):
                 seen |= {id(parameter), known}
                 yield known, parameter
 
-    @short_traceback
+    @known_keywords
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients of the model, the same on every rank."""
         if not (isinstance(norm_type, float) and norm_type == math.inf):
@@ -93,7 +92,7 @@ class Gradients(PipelineBase):
             self._built.schedule._runner.arrive(what)
             return _norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
 
-    @short_traceback
+    @known_keywords
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:

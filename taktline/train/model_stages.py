@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,7 +11,8 @@ from torch import nn
 from torch.func import functional_call
 
 from taktline import split
-from taktline.checkpoint.model_state import ModelState
+from taktline.checkpoint.model_state import ModelState, uses_in
+from taktline.checkpoint.pretrained import Conversions
 from taktline.device import keep_generators
 from taktline.errors import PartitionError, TaktlineError, text_of
 from taktline.plan import Plan
@@ -64,14 +66,13 @@ def take_apart(
 def state_of(model: Model, modules: dict[int, nn.Module], transport: Transport) -> ModelState:
     """The state of a model in these stages; if other processes have the others, all take part."""
     if isinstance(model, Mapping):
-
-        def gather(names: list[Any]) -> list[Any]:
-            shape = [(int, str, bool)]
-            return share_values(transport, names, shape, "Pipeline(…)", what="the stages")
-
-        return ModelState.of_stages(modules, gather)
+        shape, own = [(int, str, bool)], uses_in(modules)
+        listed = share_values(transport, own, shape, "Pipeline(…)", what="the stages")
+        return ModelState.of_stages(modules, itertools.chain(*listed))
     if isinstance(model, nn.Module) and not isinstance(model, Pipe):
-        return ModelState.of_model(model, modules)
+        state = ModelState.of_model(model, modules)
+        state.conversions = Conversions.of(model)
+        return state
     return ModelState.of_stages(modules)
 
 

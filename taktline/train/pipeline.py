@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from taktline.checks import require_number
+from taktline.checks import known_keywords, require_number
 from taktline.device import require_device
 from taktline.errors import ScheduleError
 from taktline.plan import Kind
@@ -30,8 +30,7 @@ from taktline.train.model_stages import Model
 from taktline.train.monitoring import Monitoring
 from taktline.train.preemption import PREEMPTED
 from taktline.train.save_load import SaveLoad
-from taktline.train.steps import Outputs, loss_in_output, run, with_own_loss
-from taktline.train.tracebacks import note_loss, short_traceback
+from taktline.train.steps import Outputs, loss_in_output, note_loss, run, with_own_loss
 from taktline.train.verify import verify
 
 
@@ -55,8 +54,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
         ranks: the number of ranks of the pipeline.
         stages_per_rank: for schedules that leave it open.
-        cuts: names of submodules at which new stages begin; or a layout as Megatron writes it, a
-            text such as ``"Et*3|(tt|)*2,L"``.
+        cuts: names of submodules at which new stages begin.
         measure: cuts the model by the times of its layers, forward and backward, for the
             ``example``; the first rank measures them on its device. By default their operations are
             counted.
@@ -112,7 +110,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
     PREEMPTED: ClassVar[int] = PREEMPTED
     """The exit code of every rank after ``on_preempt``."""
 
-    @short_traceback
+    @known_keywords
     def __init__(
         self,
         model: Model,
@@ -123,7 +121,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         loss_fn: LossFn | None = None,
         ranks: int | None = None,
         stages_per_rank: int | None = None,
-        cuts: Sequence[str] | str | None = None,
+        cuts: Sequence[str] | None = None,
         measure: bool = False,
         mesh: DeviceMesh | None = None,
         data_parallel: Literal["ddp", "fsdp"] | None = None,
@@ -165,7 +163,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             microbatches=microbatches,
             ranks=ranks,
             stages_per_rank=stages_per_rank,
-            cuts=names_of(cuts, model),
+            cuts=names_of(cuts),
             measures=measure,
             mesh=mesh,
             data_parallel=data_parallel,
@@ -183,7 +181,6 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         """The schedule of each rank of this process; if all ranks are here, one runs them all."""
         return dict.fromkeys(self._ranks.own, self._built.schedule)
 
-    @short_traceback
     def step(
         self,
         *args: Any,
@@ -232,7 +229,6 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         self._hear()
         return (loss, output) if return_outputs else loss
 
-    @short_traceback
     def eval(
         self,
         *args: Any,
@@ -267,7 +263,6 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             return loss
         return output if loss is None else (loss, output)
 
-    @short_traceback
     def verify(
         self,
         model: nn.Module,
@@ -303,7 +298,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         with self._turn:
             return verify(self._built, model, (args, target, options), tolerance)
 
-    @short_traceback
+    @known_keywords
     def generate(
         self,
         ids: torch.Tensor,

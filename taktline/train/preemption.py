@@ -18,13 +18,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NamedTuple
-from weakref import WeakMethod, finalize
+from weakref import finalize, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from taktline.checkpoint import background
+from taktline.checkpoint.saving import wait_for_all
 from taktline.errors import UseError
 
 PREEMPTED = 83
@@ -49,9 +49,9 @@ class AnotherStep(BaseException):
 
 
 class Preemption:
-    """Listens for SIGTERM for a pipeline, until ``owner`` is collected or ``close()`` is called."""
+    """Listens for SIGTERM for a pipeline, until that is collected or ``close()`` is called."""
 
-    def __init__(self, on_preempt: Callable[[Any], object], owner: object) -> None:
+    def __init__(self, on_preempt: Callable[[Any], object], pipe: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UseError(
                 "on_preempt handles SIGTERM, which only the main thread can; make the pipeline "
@@ -67,24 +67,26 @@ class Preemption:
         """Whether a save has asked for one more step already."""
         self._noting: RemovableHandle | None = None
         _signals.join()
-        self.close = finalize(owner, _signals.leave)
+        self._pipe = ref(pipe)
+        self.close = finalize(pipe, _signals.leave)
         """Stop listening."""
 
     def heard(self) -> bool:
         """Whether this process has received SIGTERM."""
         return _signals.heard is not None
 
-    def agree(self, note: Callable[[], Position]) -> None:
+    def agree(self) -> None:
         """Note the position now, and after each step of an optimizer."""
-        self.agreed, self.position, method = True, note(), WeakMethod(note)
-
-        def again(*_: object) -> None:
-            if (alive := method()) is not None and not torch.compiler.is_compiling():
-                self.position = alive()
-
+        self.agreed = True
+        self._note()
         if self._noting is None:
             # An optimizer may draw random numbers, too.
-            self._noting = register_optimizer_step_post_hook(again)
+            self._noting = register_optimizer_step_post_hook(self._note)
+
+    def _note(self, *_: object) -> None:
+        pipe = self._pipe()
+        if pipe is not None and not torch.compiler.is_compiling():
+            self.position = pipe._position()
 
     def forget(self) -> None:
         """Begin anew: nothing is agreed on or noted."""
@@ -93,7 +95,7 @@ class Preemption:
         self.ending = self.agreed = self.waited = False
         self.position = self._noting = None
 
-    def end(self, pipe: object, wait: Callable[[], object]) -> None:
+    def end(self, pipe: Any) -> None:
         """Call ``on_preempt``, wait until it has returned on every rank, and end the process.
 
         Returns only if training has to go on for one more step.
@@ -106,15 +108,15 @@ class Preemption:
             return
         finally:
             if self.ending:
-                self._finish(wait)
+                self._finish(pipe)
         raise SystemExit(PREEMPTED)
 
-    def _finish(self, wait: Callable[[], object]) -> None:
+    def _finish(self, pipe: Any) -> None:
         # Launchers end the other ranks as soon as one has ended. Ranks that are not connected
         # any more, or have closed the pipeline, do not wait.
         with suppress(Exception):
-            background.finish()
-            wait()
+            wait_for_all()
+            pipe._ranks.on_any_rank(True, "the end of on_preempt")
         self.forget()
         _signals.heard = None
 

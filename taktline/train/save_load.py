@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from taktline.checkpoint import loading, pretrained, saving
 from taktline.checkpoint.loading import Loaded
 from taktline.checkpoint.saving import Training
-from taktline.checks import require_flag, require_instance
+from taktline.checks import known_keywords, require_flag, require_instance
 from taktline.runtime.watchdog import guarded
 from taktline.train.base import PipelineBase
 from taktline.train.preemption import AnotherStep
 from taktline.train.state_dict import gathered_state, load_state, own_state
-from taktline.train.tracebacks import short_traceback
 
 _log = logging.getLogger("taktline")
 
@@ -45,7 +44,7 @@ class SaveLoad(PipelineBase):
     _names = _AnyName()
     _non_persistent_buffers_set: frozenset[str] = frozenset()
 
-    @short_traceback
+    @known_keywords
     def state_dict(self, *, gathered: bool = False) -> dict[str, torch.Tensor]:
         """The model's state under its own names.
 
@@ -60,7 +59,7 @@ class SaveLoad(PipelineBase):
                 return gathered_state(model, self._ranks)
         return own_state(model, with_rest=0 in self._ranks.own)
 
-    @short_traceback
+    @known_keywords
     def load_state_dict(
         self,
         state_dict: Mapping[str, torch.Tensor],
@@ -73,7 +72,7 @@ class SaveLoad(PipelineBase):
         require_flag("strict", strict)
         load_state(self._built.model, state_dict, strict=strict)
 
-    @short_traceback
+    @known_keywords
     def save(
         self,
         folder: str | os.PathLike[str],
@@ -100,9 +99,8 @@ class SaveLoad(PipelineBase):
             data: an object that knows which batch comes next; saved on every rank that passes it.
             extra: anything else: numbers, texts, tensors, and lists or dicts of these.
             keep: how many saves to keep; by default all.
-            async_save: copy and write everything in the background. The next ``optimizer.step()``
-                waits for the copy, the next save and the end of the program for all of it. The
-                next save raises its error, if there was one.
+            async_save: copy everything now, and write it in the background. The next save and the
+                end of the program wait for it. The next save raises its error, if there was one.
 
         >>> import tempfile
         >>> import taktline as tl
@@ -117,7 +115,7 @@ class SaveLoad(PipelineBase):
             self._place(training)
             return saving.save(self._held(), folder, training, keep=keep, async_save=async_save)
 
-    @short_traceback
+    @known_keywords
     def load(
         self,
         folder: str | os.PathLike[str],
@@ -167,7 +165,7 @@ class SaveLoad(PipelineBase):
         elif data is not None:
             training.noted["data"] = preemption.position.state
 
-    @short_traceback
+    @known_keywords
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
     ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from taktline.checkpoint.processes import Processes
+from taktline.checkpoint.model_state import Processes
 from taktline.checks import conform
 from taktline.split.arguments import Call
 from taktline.split.steps import Cut

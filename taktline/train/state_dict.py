@@ -9,8 +9,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from taktline.checkpoint.background import settle
-from taktline.checkpoint.model_state import ModelState, foremost
+from taktline.checkpoint.model_state import ModelState, foremost, writers
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
 from taktline.sharding import is_sharded
@@ -52,20 +51,22 @@ def gathered_state(model: ModelState, ranks: Ranks) -> dict[str, torch.Tensor]:
     ]
     call, shape = "state_dict(gathered=True)", [(str, [int], str, int)]
     shared = share_values(ranks.transport, kinds, shape, call, what="the state")
-    if not first:
-        for value in mine.values():
-            dist.send(value.to(ranks.device).contiguous(), group=ranks.group, group_dst=0)
-        return {}
-    state = {name: value.to("cpu", copy=True) for name, value in mine.items()}
-    coming = [_kinds(shared[rank], rank) for rank in range(1, ranks.size)]
-    sent = (prod(shape) * kind.itemsize for kinds in coming for _, shape, kind, _ in kinds)
-    _log_size(sum(value.nbytes for value in mine.values()) + sum(sent))
-    for rank, kinds in enumerate(coming, 1):
-        for name, shape, kind, priority in kinds:
+    listed = [_kinds(kinds, rank) for rank, kinds in enumerate(shared)]
+    sender = writers([[(name, priority) for name, _, _, priority in kinds] for kinds in listed])
+    coming = [(rank, *kind) for rank, kinds in enumerate(listed) for kind in kinds]
+    coming = [each for each in coming if sender[each[1]] == each[0]]
+    if first:
+        _log_size(sum(prod(shape) * kind.itemsize for _, _, shape, kind, _ in coming))
+    state: dict[str, torch.Tensor] = {}
+    for rank, name, shape, kind, _ in coming:
+        if rank == ranks.transport.rank and not first:
+            dist.send(mine[name].to(ranks.device).contiguous(), group=ranks.group, group_dst=0)
+        elif first and rank:
             value = torch.empty(shape, dtype=kind, device=ranks.device)
             dist.recv(value, group=ranks.group, group_src=rank)
-            if name not in state or priorities.get(name, priority) < priority:
-                state[name], priorities[name] = value.cpu(), priority
+            state[name] = value.cpu()
+        elif first:
+            state[name] = mine[name].to("cpu", copy=True)
     return {name: state[name] for name in (*model.names, *state) if name in state}
 
 
@@ -100,7 +101,6 @@ def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: 
         foreign = [name for name in state if name not in model.names and name not in held]
         if foreign:
             raise MismatchError(f"the model lacks {first_of(foreign)} of the state; {_ADVICE}")
-    settle()
     with torch.no_grad():
         for name, tensor in (*(each[:2] for each in model.held()), *model.rest.items()):
             if name in known:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from taktline.split.hugging_face import without_cache
 from taktline.stage.names import unwrapped
 from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
+from taktline.transport.exit_hooks import notes
 
 T = TypeVar("T")
 
@@ -149,3 +152,24 @@ def loss_in_output(output: Any, target: Any) -> torch.Tensor:
         several = "several numbers" if numbers else "no loss"
         raise LossError(f"the model returns {several} in its {type(output).__name__}; {_NEEDED}")
     return numbers[0]
+
+
+_noted: list[ref[torch.Tensor]] = []
+"""The loss of the last step."""
+
+
+def note_loss(loss: torch.Tensor | None) -> None:
+    """Note the loss of a step: if ``loss.backward()`` ends the program, its error is explained."""
+    _noted[:] = [] if loss is None else [ref(loss)]
+
+
+def _explain_backward(error: BaseException) -> None:
+    losses = [loss() for loss in _noted]
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    if any(loss is not None and f.f_locals.get("self") is loss for loss in losses for f in frames):
+        error.add_note(
+            "pipe.step() has run the backward: gradients are in .grad. Leave out loss.backward()"
+        )
+
+
+notes.append(_explain_backward)

@@ -157,9 +157,10 @@ class Peers:
             self._missing -= unknown
             if 0 in unknown and isinstance(error, RuntimeError):
                 self._end(0)  # the store is gone, and with it the process that kept it
-        since = time.monotonic() - _REFUSED_SECONDS
-        for process in [p for p in self._missing if self._refused.get(p, since) < since]:
-            self._end(process)
+        until = time.monotonic() - _REFUSED_SECONDS
+        for process in sorted(self._refused, key=self._refused.__getitem__):
+            if process in self._missing and self._refused[process] < until:
+                self._end(process)
 
     def _look_up(self, process: int) -> bool:
         """Whether the store has the address of a process."""
@@ -171,6 +172,11 @@ class Peers:
 
     def _try(self, process: int) -> None:
         """Call a process, or see whether it lives."""
+        if not self._addresses[process][1]:  # it has ended, see early_end
+            # Before any that has left since, perhaps because of this one.
+            self._refused.setdefault(process, time.monotonic() - _REFUSED_SECONDS / 2)
+            del self._addresses[process]  # perhaps that of an earlier process
+            return
         if process > self._process and self._probed[process] >= _PROBES:
             return
         self._probed[process] += 1

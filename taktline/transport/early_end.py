@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from taktline.transport.exit_hooks import planes
-from taktline.transport.listener import Listener
-from taktline.transport.own_host import hosts_of, own_host
+from taktline.transport.listener import NOWHERE
+from taktline.transport.own_host import hosts_of
 
 _CALL_SECONDS = 1.0
 
@@ -23,7 +23,7 @@ def store_name() -> str:
 
 
 def leave_word() -> None:
-    """Leave an address in the store at which nobody listens: who calls there knows."""
+    """Leave word in the store, where others look for the address of this process."""
     group = dist.group.WORLD
     if group is None or group in planes:  # whose end others notice by themselves
         return
@@ -32,6 +32,4 @@ def leave_word() -> None:
         if (there := next(hosts_of(store), None)) is not None:
             # If it is gone, torch would write a warning with its whole stack.
             socket.create_connection(there, _CALL_SECONDS).close()
-        with Listener(own_host(store)) as closed:
-            address = json.dumps(closed.address)
-        PrefixStore(store_name(), store).set(str(group.rank()), address)
+        PrefixStore(store_name(), store).set(str(group.rank()), json.dumps(NOWHERE))

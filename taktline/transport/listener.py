@@ -24,6 +24,8 @@ from typing import Self
 Address = tuple[str, int, str, str]
 ADDRESS = (str, int, str, str)
 """Host, port, the token without which a caller is refused, and the name on the host or ""."""
+NOWHERE: Address = ("", 0, "", "")
+"""The address of a process that has ended."""
 
 _NUMBER = 4
 """Bytes of the number in a greeting."""

@@ -109,4 +109,4 @@ def test_a_call_of_one_rank_only(workers: Workers, tmp_path: Path, what: str) ->
     assert nothing is None
     assert isinstance(error, StallError)
     assert str(error).startswith("rank 1 has not answered in time")
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.glob("*step*"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from taktline.checkpoint.model_state import ModelState, joined
+from taktline.checkpoint.model_state import ModelState, joined, uses_in
 from taktline.stage.names import Tie, declare
 
 NAMES = st.sampled_from("abcdef")
@@ -37,15 +35,10 @@ def test_names_without_aliases_stay_apart(tables: list[dict[str, str]]) -> None:
         assert table.get(name, name) in groups[name]
 
 
-def alone(mine: list[Any]) -> list[Any]:
-    """The names of all processes, if there is one."""
-    return [mine]
-
-
 def test_stages_with_one_name_for_different_parameters() -> None:
     stages: dict[int, nn.Module] = {0: nn.Linear(2, 2), 1: nn.Linear(2, 2)}
-    for gather in (None, alone):
-        state = ModelState.of_stages(stages, gather)
+    for uses in (None, uses_in(stages)):
+        state = ModelState.of_stages(stages, uses)
         assert state.names == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
@@ -54,16 +47,17 @@ def test_stages_whose_names_differ() -> None:
         0: nn.Sequential(nn.Linear(2, 2)),
         1: nn.Linear(2, 2, bias=False),
     }
-    for gather in (None, alone):
-        assert ModelState.of_stages(stages, gather).names == ["0.weight", "0.bias", "weight"]
+    for uses in (None, uses_in(stages)):
+        assert ModelState.of_stages(stages, uses).names == ["0.weight", "0.bias", "weight"]
 
 
 def test_stages_with_one_name_for_a_tied_parameter() -> None:
     stages: dict[int, nn.Module] = {n: nn.Linear(2, 2, bias=False) for n in range(3)}
     for stage in stages.values():
         declare(stage, [Tie({0: "weight", 1: "weight"})])
-    assert ModelState.of_stages({0: stages[0], 1: stages[1]}, alone).names == ["weight"]
-    third = ModelState.of_stages(stages, alone)
+    two = {0: stages[0], 1: stages[1]}
+    assert ModelState.of_stages(two, uses_in(two)).names == ["weight"]
+    third = ModelState.of_stages(stages, uses_in(stages))
     assert third.names == ["0.weight", "1.weight", "2.weight"], "the third one is another weight"
     assert third.first_names() == {"1.weight": "0.weight"}
 
@@ -75,5 +69,5 @@ def test_a_buffer_that_every_process_has_a_copy_of() -> None:
         return module
 
     stages = {0: stage(), 1: stage()}
-    assert ModelState.of_stages(stages, alone).names == ["mask"]
+    assert ModelState.of_stages(stages, uses_in(stages)).names == ["mask"]
     assert ModelState.of_stages(stages).names == ["0.mask", "1.mask"], "all of them are here"

@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 
+import taktline.runtime  # noqa: F401  # its import reads the variable, too
 from taktline.checks import seconds_in_environment
 
 NAME = "TAKTLINE_STALL_SECONDS"

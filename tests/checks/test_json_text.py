@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taktline.checks import loads
-from taktline.checks.json_text import MAX_DEPTH, MAX_DIGITS
+from taktline.checks import MAX_DEPTH, MAX_DIGITS, loads
 from taktline.errors import JsonError
 
 values = st.recursive(

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from taktline.cli import main
-from taktline.cli.demo.comparison import MeasuredSchedule, conclusion, durations
-from taktline.cli.launch import called
+from taktline.cli.demo import MeasuredSchedule, conclusion, durations
+from taktline.cli.ranks import called
 from taktline.plan import Costs, Link, build, lower, names, simulate
 from tests import warm
 

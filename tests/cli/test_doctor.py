@@ -7,28 +7,30 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from taktline.cli.app import app
-from taktline.cli.doctor import links, machine
-from taktline.cli.doctor.examine import judge_runs, try_schedule
-from taktline.cli.doctor.report import Finding, MeasuredLink, Report, Run, Verdict, show
-from taktline.cli.launch import launch
+from taktline.cli.doctor import (
+    Report,
+    check_devices,
+    check_links,
+    check_pipeline,
+    describe,
+    measure,
+)
+from taktline.cli.ranks import launch
 from taktline.errors import TransportError
 from taktline.train import Pipeline
 from taktline.train.comparison import Difference, Verification
 from taktline.transport import Channel, local
 from taktline.transport.local import LocalTransport
 from tests import warm
-from tests.runtime.cases import SCHEDULES
 
 COMMAND = ("-m", "taktline", "doctor")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
@@ -56,11 +58,10 @@ def python() -> Iterator[str]:
 def healthy(found: dict[str, Any], ranks: int) -> None:
     assert found["well"], found["findings"]
     assert [facts["rank"] for facts in found["ranks"]] == list(range(ranks))
-    ends = {(link["sender"], link["receiver"]) for link in found["links"]}
-    assert ends == {(a, b) for a in range(ranks) for b in range(ranks) if a != b}
+    pairs = [[a, b] for a in range(ranks) for b in range(a + 1, ranks)]
+    assert [link["ranks"] for link in found["links"]] == pairs
     assert all(link["intact"] and link["bandwidth"] > 0 for link in found["links"])
-    assert [run["schedule"] for run in found["runs"]] == list(SCHEDULES)
-    assert not any(run["error"] or run["wrong"] for run in found["runs"])
+    assert found["findings"][-1]["check"] == "pipeline"
 
 
 @pytest.mark.processes
@@ -72,8 +73,7 @@ def test_a_healthy_machine(tmp_path: Path, python: str, launcher: tuple[str, ...
     assert result.returncode == 0, result.stdout + result.stderr
     healthy(json.loads(file.read_text()), 2)
     # Only one rank prints.
-    assert result.stdout.count("A tiny pipeline under each schedule") == 1
-    assert result.stdout.count("2 ranks on 1 host, gloo") == 1
+    assert result.stdout.count("devices: gloo, on CPU") == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -123,10 +123,9 @@ def test_a_rank_that_finds_nobody() -> None:
 
 DYING = """
 import os
-from taktline.cli import main
-from taktline.cli.doctor import links
+from taktline.cli import doctor, main
 if os.environ["RANK"] == "1":
-    links.measure = lambda *_: os._exit(3)
+    doctor.measure = lambda *_: os._exit(3)
 main()
 """
 
@@ -136,7 +135,7 @@ def test_a_rank_that_dies(tmp_path: Path, python: str, monkeypatch: pytest.Monke
     script, file = tmp_path / "dying.py", tmp_path / "found.json"
     script.write_text(DYING)
     monkeypatch.setattr(sys, "executable", python)
-    monkeypatch.setattr("taktline.cli.launch.COMMAND", (str(script),))
+    monkeypatch.setattr("taktline.cli.ranks.COMMAND", (str(script),))
     assert launch(2, ["doctor", "--timeout", "20", "--output", str(file)], patience=60.0) == 1
     *_, finding = json.loads(file.read_text())["findings"]
     assert finding["check"] == "connection"
@@ -147,7 +146,7 @@ def test_a_rank_that_dies(tmp_path: Path, python: str, monkeypatch: pytest.Monke
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/sh")
     # What is left of the command is the script: one rank fails, the others would sleep on.
-    monkeypatch.setattr("taktline.cli.launch.COMMAND", ("-c",))
+    monkeypatch.setattr("taktline.cli.ranks.COMMAND", ("-c",))
     assert launch(3, ['[ "$RANK" != 1 ] && sleep 100; exit 3'], patience=0.1) == 1
     assert launch(3, ["exit 0"], patience=0.1) == 0
 
@@ -169,14 +168,18 @@ def test_the_other_commands_do_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-FACTS = machine.describe(0, "gloo", torch.device("cpu")) | {"cores": 8, "threads": 2, "gpus": 0}
-GPU = {"backend": "nccl", "gpus": 2, "gpu": "H200", "device": "cuda:0", "connections": None}
+FACTS = describe(0, "gloo", torch.device("cpu")) | {"gpus": 0}
+GPU = {"backend": "nccl", "gpus": 2, "gpu": "H200", "device": "cuda:0 H200"}
 
 
-def judged(*ranks: dict[str, Any]) -> list[Finding]:
+def judged(*ranks: dict[str, Any]) -> list[dict[str, str]]:
     """What is not well with ranks that differ from healthy ones in this."""
-    found = machine.judge([FACTS | {"rank": rank} | facts for rank, facts in enumerate(ranks)])
-    return [finding for finding in found if finding.verdict != "ok"]
+    all_facts: list[dict[str, Any]] = [
+        FACTS | {"rank": rank} | facts for rank, facts in enumerate(ranks)
+    ]
+    report = Report(all_facts[0]["backend"], all_facts)
+    check_devices(report)
+    return [finding for finding in report.findings if finding["verdict"] != "ok"]
 
 
 def test_nothing_to_complain_about() -> None:
@@ -189,43 +192,26 @@ def test_nothing_to_complain_about() -> None:
     [
         (({}, {"torch": "2.11"}), "failed", "2.11 on rank 1"),
         (({}, {"taktline": "0.0"}), "failed", "0.0 on rank 1"),
-        (({}, {"python": "3.10.1"}), "warning", "3.10.1 on rank 1"),
-        (({}, {"numpy": "1.26.0"}, {"numpy": "1.26.0"}), "warning", "1.26.0 on ranks 1, 2"),
-        (({}, {**GPU, "gpu_id": "a"}), "failed", "disagree: gloo on rank 0; nccl on rank 1"),
+        (({}, {"Python": "3.10.1"}), "warning", "3.10.1 on rank 1"),
+        (({}, {"NumPy": "1.26.0"}, {"NumPy": "1.26.0"}), "warning", "1.26.0 on rank 1, 2"),
+        (({}, {**GPU, "gpu_id": "a"}), "failed", "gloo on rank 0; nccl on rank 1"),
         (({"gpus": 1}, {"gpus": 1}), "warning", "GPUs are there"),
-        (({**GPU, "gpu_id": "a"},) * 2, "failed", "ranks 0, 1 share one"),
+        (({**GPU, "gpu_id": "a"},) * 2, "failed", "ranks 0, 1 share GPUs"),
         (({**GPU, "gpu": None, "gpu_id": None},) * 2, "failed", "none on ranks 0, 1"),
         (
             ({**GPU, "gpu_id": "a"}, {**GPU, "gpu_id": "b", "gpu": "A100"}),
             "warning",
             "H200 on rank 0; A100 on rank 1",
         ),
-        (
-            ({**GPU, "gpu_id": "a"}, {**GPU, "gpu_id": "b", "connections": "1"}),
-            "warning",
-            "is 1 on rank 1",
-        ),
-        (({"threads": 8}, {"threads": 8}), "warning", "use 16 threads on 8 cores"),
-        (
-            ({"host": "a", "address": "10.0.0.1"}, {"host": "b", "address": "127.0.1.1"}),
-            "warning",
-            "the host name of rank 1 resolves to an address that others cannot reach",
-        ),
     ],
 )
 def test_machines_that_do_not_fit(
-    ranks: tuple[dict[str, Any], ...], verdict: Verdict, text: str
+    ranks: tuple[dict[str, Any], ...], verdict: str, text: str
 ) -> None:
     (finding,) = judged(*ranks)
-    assert finding.verdict == verdict
-    assert text in finding.text
-    assert finding.advice
-
-
-def test_threads_and_what_to_do_about_them() -> None:
-    assert judged({"threads": 8}, {"threads": 8})[0].advice == "set OMP_NUM_THREADS=4"
-    crowd = judged(*[{"threads": 1}] * 9)
-    assert crowd[0].advice == "start fewer ranks here"
+    assert finding["verdict"] == verdict
+    assert text in finding["text"]
+    assert finding["advice"]
 
 
 def test_a_link_that_changes_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,67 +229,48 @@ def test_a_link_that_changes_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(LocalTransport, "receiver", garbled)
 
-    def main(rank: int) -> list[MeasuredLink]:
+    def main(rank: int) -> list[dict[str, Any]]:
         transport = local.current()
         assert transport is not None
-        return links.measure(transport, torch.device("cpu"))
+        return measure(transport, torch.device("cpu"))
 
-    first, second = local.run(main, 2)
-    assert first == second
-    assert {(link.sender, link.intact) for link in first} == {(0, True), (1, False)}
-    (finding,) = links.judge(first)
-    assert (finding.verdict, finding.check) == ("failed", "links")
-    assert finding.text.endswith(": 1 → 0")
+    assert linked(*local.run(main, 2)) == ("failed", "what arrived is not what was sent: 0 ↔ 1")
+
+
+def linked(*measured: list[dict[str, Any]]) -> tuple[str, str]:
+    report = Report("gloo", [])
+    check_links(report, measured)
+    return report.findings[0]["verdict"], report.findings[0]["text"]
 
 
 def test_a_link_that_is_slow() -> None:
-    quick = [MeasuredLink(a, b, 1e-5, 1e9) for a in range(3) for b in range(3) if a != b]
-    (finding,) = links.judge(quick)
-    assert finding.text == "ranks 0, 1, 2 can talk to each other, both ways"
-    (finding,) = links.judge([*quick[:-1], MeasuredLink(2, 1, 1e-5, 1e8)])
-    assert finding.verdict == "warning"
-    assert finding.text.endswith("2 → 1")
+    good = {"latency": 1e-5, "bandwidth": 1e9, "intact": True}
+    links = [{"ranks": [a, b], **good} for a in range(3) for b in range(a + 1, 3)]
+    assert linked(links) == ("ok", "3 links, both ways")
+    slow = [*links[:-1], {**links[-1], "bandwidth": 1e8}]
+    assert linked(slow) == ("warning", "less than a quarter of the usual rate: 1 ↔ 2")
 
 
-def test_gradients_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report("gloo", [FACTS, FACTS])
     found = Difference(3, 0, -1, 1, "1.0.weight", 0.5)
     monkeypatch.setattr(Pipeline, "verify", lambda *_, **__: Verification(9, found))
-    run = try_schedule("ScheduleGPipe", 2, torch.device("cpu"))
-    (finding,) = judge_runs([run])
-    assert finding.verdict == "failed"
-    assert finding.text == f"ScheduleGPipe: differs from the plain model: {found}"
+    check_pipeline(report, torch.device("cpu"))
+    monkeypatch.setattr(Pipeline, "verify", Mock(side_effect=TransportError("rank 1 is gone")))
+    check_pipeline(report, torch.device("cpu"))
+    assert [finding["text"] for finding in report.findings] == [
+        f"zbv differs from the plain model: {found}",
+        "zbv: rank 1 is gone",
+    ]
+    assert report.count("failed") == 2
 
 
-def test_a_schedule_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pipeline, "step", Mock(side_effect=TransportError("rank 1 is gone")))
-    run = try_schedule("ScheduleGPipe", 2, torch.device("cpu"))
-    (finding,) = judge_runs([run])
-    assert (finding.verdict, finding.text) == (
-        "failed",
-        "ScheduleGPipe: rank 1 is gone",
-    )
-
-
-def test_all_that_is_wrong_is_shown() -> None:
-    ranks = [FACTS | {"rank": rank} for rank in range(9)]
-    report = Report(
-        "gloo",
-        ranks,
-        [Finding("x [y]", "failed", "no [luck]", "have [some]")],
-        [MeasuredLink(*pair, 2e-5, 3e8) for pair in links.pairs(9)],
-        [Run("ScheduleGPipe", 1, error="no"), Run("Schedule1F1B", 1, 1.5, "stage 2")],
-    )
-    out = StringIO()
-    show(report, Console(file=out, width=100))
-    text = out.getvalue()
-    for part in (
-        "no [luck]",
-        "→ have [some]",
-        "did not run",
-        "wrong",
-        "8 → 0",
-        "300 MB/s",
-        "20 µs",
-    ):
+def test_all_that_is_wrong_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    link = {"ranks": [7, 8], "latency": 2e-5, "bandwidth": 3e8, "intact": True}
+    report = Report("gloo", [FACTS | {"rank": rank} for rank in range(9)], [link])
+    report.add("x [y]", "failed", "no [luck]", "have [some]")
+    report.show()
+    text = capsys.readouterr().out
+    for part in ("✗ x [y]: no [luck]", "→ have [some]", "7 ↔ 8: 20.0 µs, 0.30 GB/s", "rank 8: "):
         assert part in text, part
     assert text.endswith("1 check failed.\n")

@@ -17,10 +17,10 @@ from taktline.cli.app import app
 from taktline.cli.explorer import page
 from taktline.cli.options import Times
 from taktline.plan import Kind, Timeline, build, find, names, read, simulate
-from tests.browser import browser
+from tests.browser import Opened, browser
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api import Browser, Locator
 
 SCHEDULES = [name for name in names() if name != "forward_only"]
 
@@ -64,28 +64,8 @@ def chromium() -> Iterator[Browser]:
         yield running
 
 
-class Opened:
-    """The page in the browser, which notes all that it complains of and asks for."""
-
-    def __init__(self, chromium: Browser, file: Path, address: str = "", **options: Any) -> None:
-        file.write_text(page(), "utf-8")
-        options.setdefault("viewport", {"width": 1280, "height": 900})
-        self.context = chromium.new_context(**options)
-        self.page: Page = self.context.new_page()
-        self.noted: list[str] = []
-        self.page.on("console", lambda message: self.noted.append(message.text))
-        self.page.on("pageerror", lambda error: self.noted.append(str(error)))
-        self.page.on("request", lambda request: self.noted.append(request.url))
-        self.page.goto(file.as_uri() + address)
-        self.noted.remove(file.as_uri())
-        self.frame()
-
-    def __call__(self, expression: str) -> Any:
-        return self.page.evaluate(f"explorer.{expression}")
-
-    def frame(self) -> None:
-        """Wait until what was asked for is drawn."""
-        self.page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+class Explorer(Opened):
+    name = "explorer"
 
     def set(self, name: str, value: float) -> None:
         self.slider(name).fill(str(value))
@@ -103,17 +83,16 @@ class Opened:
 
 
 @pytest.fixture
-def opened(chromium: Browser, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
-    pages: list[Opened] = []
+def opened(chromium: Browser, tmp_path: Path) -> Iterator[Callable[..., Explorer]]:
+    pages: list[Explorer] = []
 
-    def open_page(address: str = "", **options: Any) -> Opened:
-        pages.append(Opened(chromium, tmp_path / "explorer.html", address, **options))
+    def open_page(address: str = "", **options: Any) -> Explorer:
+        pages.append(Explorer(chromium, tmp_path / "explorer.html", page(), address, **options))
         return pages[-1]
 
     yield open_page
     for each in pages:
-        assert each.noted == [], "it loads quietly, and nothing else"
-        each.context.close()
+        each.close()
 
 
 # As text, which travels much quicker than lists.
@@ -146,7 +125,7 @@ def few(ranks: int) -> list[int]:
 )
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_plans_as_the_package_does(
-    name: str, numbers: Callable[[int], Iterable[int]], opened: Callable[..., Opened]
+    name: str, numbers: Callable[[int], Iterable[int]], opened: Callable[..., Explorer]
 ) -> None:
     """Hundreds of plans: small sizes, and some large ones, with drawn costs."""
     draw = random.Random(name)
@@ -177,7 +156,7 @@ def assert_same(timeline: Timeline, there: dict[str, Any]) -> None:
 
 
 @pytest.mark.processes
-def test_knows_all_schedules(opened: Callable[..., Opened]) -> None:
+def test_knows_all_schedules(opened: Callable[..., Explorer]) -> None:
     shown = opened()
     assert shown.page.evaluate("Object.keys(SCHEDULES)") == SCHEDULES
     assert [
@@ -189,7 +168,7 @@ def test_knows_all_schedules(opened: Callable[..., Opened]) -> None:
 
 
 @pytest.mark.processes
-def test_a_slider_redraws_all_of_it(opened: Callable[..., Opened]) -> None:
+def test_a_slider_redraws_all_of_it(opened: Callable[..., Explorer]) -> None:
     shown = opened()
     before = shown("boxes()")
     shown.set("microbatches", 16)
@@ -207,7 +186,7 @@ def test_a_slider_redraws_all_of_it(opened: Callable[..., Opened]) -> None:
 
 
 @pytest.mark.processes
-def test_the_address_keeps_the_settings(opened: Callable[..., Opened]) -> None:
+def test_the_address_keeps_the_settings(opened: Callable[..., Explorer]) -> None:
     first = opened()
     first.set("ranks", 8)
     first.set("comm", 0.15)
@@ -235,7 +214,7 @@ def test_the_address_keeps_the_settings(opened: Callable[..., Opened]) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "dualpipev"])
-def test_downloads(name: str, opened: Callable[..., Opened], tmp_path: Path) -> None:
+def test_downloads(name: str, opened: Callable[..., Explorer], tmp_path: Path) -> None:
     shown = opened(f"#show={name}&stages_per_rank=3&comm=0.25&forward=1.3")
     files = {}
     for kind in ("CSV", "SVG", "Python"):
@@ -253,7 +232,7 @@ def test_downloads(name: str, opened: Callable[..., Opened], tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-def test_the_wheel_scrolls_and_zooms_with_ctrl(opened: Callable[..., Opened]) -> None:
+def test_the_wheel_scrolls_and_zooms_with_ctrl(opened: Callable[..., Explorer]) -> None:
     shown = opened("#show=1f1b,zbv,v_min,v_half")
     shown.page.locator("canvas").first.hover()
     shown.page.mouse.wheel(0, 100)
@@ -274,7 +253,7 @@ def test_the_wheel_scrolls_and_zooms_with_ctrl(opened: Callable[..., Opened]) ->
 
 
 @pytest.mark.processes
-def test_a_chart_is_dragged_to_another_place(opened: Callable[..., Opened]) -> None:
+def test_a_chart_is_dragged_to_another_place(opened: Callable[..., Explorer]) -> None:
     shown = opened("#show=1f1b,zbv", viewport={"width": 1280, "height": 1200})
     assert "less than 1f1b" in shown.facts()[1]
     grip = shown.page.get_by_role("button", name="Drag zbv").bounding_box()
@@ -291,7 +270,7 @@ def test_a_chart_is_dragged_to_another_place(opened: Callable[..., Opened]) -> N
 
 
 @pytest.mark.processes
-def test_by_keys_alone(opened: Callable[..., Opened]) -> None:
+def test_by_keys_alone(opened: Callable[..., Explorer]) -> None:
     shown = opened()
     shown.slider("ranks").focus()
     shown.page.keyboard.press("ArrowRight")
@@ -321,7 +300,7 @@ def test_by_keys_alone(opened: Callable[..., Opened]) -> None:
 
 
 @pytest.mark.processes
-def test_points_are_chosen_and_actions_named(opened: Callable[..., Opened]) -> None:
+def test_points_are_chosen_and_actions_named(opened: Callable[..., Explorer]) -> None:
     shown = opened(viewport={"width": 1280, "height": 1200})
     shown.page.locator("#plot a[data-name=gpipe] circle").click()
     shown.frame()
@@ -336,7 +315,7 @@ def test_points_are_chosen_and_actions_named(opened: Callable[..., Opened]) -> N
 
 @pytest.mark.processes
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_phone(scheme: Any, opened: Callable[..., Opened]) -> None:
+def test_on_a_phone(scheme: Any, opened: Callable[..., Explorer]) -> None:
     viewport = {"width": 360, "height": 700}
     shown = opened(viewport=viewport, color_scheme=scheme, has_touch=True, is_mobile=True)
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= 360

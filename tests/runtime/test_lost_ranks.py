@@ -209,6 +209,8 @@ dist.init_process_group(
 )
 if rank == victim:
     sys.exit("no model" if how == "fails" else 0)
+if rank == 1 and how == "late":
+    input()
 try:
     tl.Pipeline(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), loss_fn=nn.MSELoss())
 except tl.TaktlineError as error:
@@ -217,22 +219,32 @@ except tl.TaktlineError as error:
 
 
 @pytest.mark.parametrize(
-    ("victim", "hosts", "how"), [(2, False, "ends"), (1, True, "fails"), (0, True, "ends")]
+    ("victim", "hosts", "how"),
+    [(2, False, "ends"), (2, False, "late"), (1, True, "fails"), (0, True, "ends")],
 )
 def test_a_rank_that_ends_before_its_pipeline(
     tmp_path: Path, victim: int, hosts: bool, how: str
 ) -> None:
-    """``hosts``: whether rank 0 keeps the store, which ends with it."""
+    """``hosts``: whether rank 0 keeps the store, which ends with it.
+
+    A rank that comes when rank 0 has left, too, can then hear of that only. ``late``: rank 1 comes
+    that late.
+    """
     where = f"file://{tmp_path}/store"
     if hosts:
         with socket.create_server(("localhost", 0)) as free:
             where = f"tcp://localhost:{free.getsockname()[1]}"
     words = [sys.executable, "-c", ENDS_EARLY]
     told = [str(victim), where, how]
-    ranks = [subprocess.Popen([*words, str(r), *told], stdout=PIPE, text=True) for r in range(3)]
+    ranks = [
+        subprocess.Popen([*words, str(r), *told], stdin=PIPE, stdout=PIPE, text=True)
+        for r in range(3)
+    ]
     try:
-        for rank in {0, 1, 2} - {victim}:
-            assert ranks[rank].communicate(timeout=120)[0] == f"LostRankError {victim}\n"
+        for rank in sorted({0, 1, 2} - {victim}):
+            told = {victim, 0} if hosts and rank else {victim}
+            answer = ranks[rank].communicate("go on\n", timeout=120)[0]
+            assert answer in [f"LostRankError {each}\n" for each in told]
     finally:
         for process in ranks:
             process.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import multiprocessing
 import os
@@ -176,7 +175,7 @@ def test_a_users_own_handler_is_called_as_well_and_comes_back() -> None:
     own = lambda number, _: numbers.append(number)  # noqa: E731
     signal.signal(signal.SIGTERM, own)
     pipe = pipeline(on_preempt=print)
-    other = copy.deepcopy(pipe)
+    other = pipeline(on_preempt=print)
     terminate()
     assert numbers == [signal.SIGTERM]
     pipe.close()

@@ -11,15 +11,15 @@ import re
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from taktline.cli.options import Times, complete_name
+from taktline.cli.options import OUTPUT, Times, complete_name
 from taktline.errors import ArgumentError
 from taktline.plan import find, names
 from taktline.plan.io import write_text
-from taktline.render.palette import COLOURS, MEANINGS
+from taktline.render.svg import COLOURS, MEANINGS
 
 _SCRIPTS = ("planner.js", "chart.js", "cards.js", "plot.js", "page.js")
 
@@ -37,22 +37,18 @@ _SETTINGS: dict[str, tuple[str, float, float, float, float]] = {
 
 
 def explore(
-    schedules: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAME…",
-            help="Schedules to begin with (default 1f1b and zbv).",
-            autocompletion=complete_name,
-        ),
-    ] = None,
+    schedules: list[str] | None = typer.Argument(
+        None,
+        metavar="NAME…",
+        help="Schedules to begin with (default 1f1b and zbv).",
+        autocompletion=complete_name,
+    ),
     *,
     times: Times,
-    memory: Annotated[
-        float | None, typer.Option(help="Memory limit of a rank: activations, in micro-batches.")
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File for the page.")] = Path(
-        "explorer.html"
+    memory: float | None = typer.Option(
+        None, help="Memory limit of a rank: activations, in micro-batches."
     ),
+    output: Path = typer.Option(Path("explorer.html"), *OUTPUT, help="File for the page."),
 ) -> None:
     """Write an interactive page that compares schedules: sliders, charts, bubble against memory.
 
@@ -61,7 +57,6 @@ def explore(
     Examples:
 
     - `taktline explore`
-
     - `taktline explore 1f1b zbv v_half -r 8 -m 32 --comm 0.1 -o explorer.html`
     """
     if output.suffix.lower() != ".html":

@@ -1,0 +1,361 @@
+"""The commands that plan, check, draw and compare; none of them imports torch."""
+
+from __future__ import annotations
+
+from enum import StrEnum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from taktline import plan as plans
+from taktline.cli.options import (
+    MEMORY,
+    NARROW,
+    OUTPUT,
+    Colour,
+    Json,
+    Predict,
+    Size,
+    Times,
+    complete,
+    complete_name,
+    console,
+    echo_json,
+    rich_table,
+)
+from taktline.errors import ArgumentError
+from taktline.plan import Timeline, Violation
+from taktline.plan.io import to_json, write_text
+from taktline.render.files import save
+from taktline.render.svg import shared_axis
+from taktline.render.text import chart, grid, legend
+from taktline.render.trace import to_trace
+from taktline.text import counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def plan(
+    name: str | None = typer.Argument(
+        None, help="Name of a schedule; without it, lists all.", autocompletion=complete_name
+    ),
+    *,
+    size: Size,
+    output: Path | None = typer.Option(None, *OUTPUT, help="Write to this .csv or .json file."),
+    lowered: bool = typer.Option(False, "--lower", help="Include every send and receive."),
+    json: Json = False,
+) -> None:
+    """Print or write a plan: the actions of each rank, in order.
+
+    Examples:
+
+    - `taktline plan` lists the schedules
+    - `taktline plan 1f1b --ranks 4 --microbatches 8`
+    - `taktline plan interleaved_1f1b -r 4 -s 2 -m 8 -o plan.csv`
+    - `taktline plan zbv -r 4 -m 8 --lower --json`
+    """
+    if name is None:
+        summaries = {name: plans.find(name).summary for name in plans.names()}
+        width = max(map(len, summaries))
+        lines = [f"{name:<{width}}  {summary}" for name, summary in summaries.items()]
+        echo_json(summaries) if json else typer.echo("\n".join(lines))
+        return
+    result = plans.lower(size.build(name)) if lowered else size.build(name)
+    if output is not None:
+        plans.write(result, output)
+        summary = f"{counted(len(result), 'action')} of {counted(result.ranks, 'rank')}"
+        typer.echo(f"{output}: {summary}", err=json)
+    if json:
+        typer.echo(to_json(result), nl=False)
+    elif output is None:
+        typer.echo(str(result))
+
+
+def check(
+    file: Path = typer.Argument(..., help="A plan, .csv or .json."), json: Json = False
+) -> None:
+    """Check a plan: every rule that it breaks, and whether it can deadlock.
+
+    Exits with 1 if it breaks a rule. A plan that could deadlock only where sends block until their
+    receive is posted gets a warning.
+
+    Example: `taktline check plan.csv`
+    """
+    plan = plans.read(file)
+    errors = plans.validate(plan, sends="asynchronous")
+    warnings = () if errors else plans.validate(plan, sends="blocking")
+    if json:
+        echo_json(
+            {
+                "file": str(file),
+                "valid": not errors,
+                "level": plan.level.name.lower(),
+                "ranks": plan.ranks,
+                "stages": plan.stages,
+                "microbatches": plan.microbatches,
+                "actions": len(plan),
+                "violations": [_violation(violation) for violation in errors],
+                "warnings": [_violation(violation) for violation in warnings],
+            }
+        )
+    else:
+        verdict = "valid: every action once, every dependency met, no deadlock even if sends block"
+        if errors:
+            verdict = f"not valid: {counted(len(errors), 'violation')}"
+        elif warnings:
+            verdict = "valid with asynchronous sends only"
+        lines = [repr(plan), *(f"  {violation}" for violation in errors)]
+        lines += [f"  warning, where sends block: {violation}" for violation in warnings]
+        typer.echo("\n".join([*lines, verdict]))
+    if errors:
+        raise typer.Exit(1)
+
+
+def _violation(violation: Violation) -> dict[str, Any]:
+    return {
+        "rule": violation.rule,
+        "rank": violation.rank,
+        "position": violation.position,
+        "action": None if violation.action is None else str(violation.action),
+        "message": violation.message,
+        "cycle": [[rank, str(here), str(there)] for rank, here, there in violation.cycle],
+    }
+
+
+class By(StrEnum):
+    """The meaning of a column of the terminal."""
+
+    time = auto()
+    step = auto()
+
+
+def show(
+    targets: list[str] = typer.Argument(
+        ..., metavar="FILE|NAME…", help="Plans, timelines or schedules.", autocompletion=complete
+    ),
+    *,
+    times: Times,
+    predict: Predict = False,
+    output: Path | None = typer.Option(
+        None, *OUTPUT, help="Write to this file: .svg, .html (interactive) or .json (for Perfetto)."
+    ),
+    by: By = typer.Option(By.time, help="Columns: time draws to scale, step every action."),
+    width: int | None = typer.Option(
+        None, min=20, help="Width: columns of the terminal, or pixels of an SVG."
+    ),
+    colour: Colour = None,
+) -> None:
+    """Draw plans: in the terminal, as SVG, as an HTML page, or as a trace for Perfetto.
+
+    Times are for a rank's whole share of the model, so that schedules can be compared. Files with
+    costs keep their own, and timelines are drawn as they are.
+
+    Examples:
+
+    - `taktline show 1f1b`
+    - `taktline show plan.csv --by step`
+    - `taktline show 1f1b zbv -r 4 -m 8 -o compare.html`
+    - `taktline show measured.json --predict`
+    - `taktline show dualpipev -r 4 -m 10 --forward 1 --backward 1.1 --comm 0.1 -o plan.svg`
+    """
+    timelines = times.timelines(targets, predict=predict)
+    if output is not None:
+        _draw(timelines, output, width)
+        return
+    screen = console(colour)
+    painted = screen.color_system is not None and not screen.no_color
+    if by is By.time:
+        parts = [chart(timelines, width, colour=painted), legend(colour=painted), MEMORY]
+    else:
+        parts = [grid(timeline.plan, width, colour=painted) for timeline in timelines]
+        parts.append(legend(colour=painted))
+    typer.echo("\n".join(parts), color=True)
+
+
+def _draw(timelines: list[Timeline], output: Path, width: int | None) -> None:
+    ending = output.suffix.lower()
+    if ending == ".json":
+        write_text(output, to_trace(timelines))
+    elif ending in (".svg", ".html"):
+        save(timelines, output, width=width)
+    else:
+        raise ArgumentError(
+            f"drawings are .svg, .html or .json (for Perfetto), not {ending or output.name!r}"
+        )
+    typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")
+
+
+def simulate(
+    target: str = typer.Argument(
+        ..., metavar="FILE|NAME", help="A plan or a schedule.", autocompletion=complete
+    ),
+    *,
+    times: Times,
+    json: Json = False,
+    colour: Colour = None,
+) -> None:
+    """Simulate a plan: busy and idle time, bubble and peak memory of each rank.
+
+    Times are for one micro-batch on a rank's whole share of the model. Files with costs keep their
+    own, which are per stage.
+
+    Examples:
+
+    - `taktline simulate plan.csv --forward 1 --backward 1.1 --weight 0.9 --comm 0.05`
+    - `taktline simulate zb_h1 -r 8 -m 24`
+    """
+    timeline = times.simulate(target)
+    if not json:
+        _print_ranks(timeline, console(colour))
+        return
+    echo_json(
+        {
+            "name": timeline.plan.name,
+            "makespan": timeline.makespan,
+            "bubble": timeline.bubble(),
+            "bubble_by_span": timeline.bubble("span"),
+            "rank_spans": timeline.rank_spans.tolist(),
+            "busy": timeline.busy.tolist(),
+            "utilisation": timeline.utilisation.tolist(),
+            "peak_memory": timeline.peak_memory.tolist(),
+            "critical_path": [str(span.action) for span in timeline.critical_path()],
+        }
+    )
+
+
+def _print_ranks(timeline: Timeline, screen: Console) -> None:
+    plan = timeline.plan
+    rows = [
+        {
+            "rank": str(rank),
+            "stages": " ".join(map(str, plan.placement.stages_of(rank))),
+            "busy": f"{timeline.busy[rank]:.4g}",
+            "idle": f"{timeline.makespan - timeline.busy[rank]:.4g}",
+            "span": f"{timeline.rank_spans[rank]:.4g}",
+            "utilisation": f"{timeline.utilisation[rank]:.1%}",
+            "memory": f"{timeline.peak_memory[rank]:.4g}",
+        }
+        for rank in range(plan.ranks)
+    ]
+    if screen.width < NARROW:
+        for row in rows:
+            del row["span"], row["utilisation"]
+    microbatches = counted(plan.microbatches, "micro-batch")
+    screen.print(rich_table(rows, title=f"{plan.name}: {plan.placement}, {microbatches}"))
+    unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
+    typer.echo(
+        f"makespan {timeline.makespan:.6g}{unit}; bubble {timeline.bubble():.2%} of it, "
+        f"{timeline.bubble('span'):.2%} of the longest rank's own span\n{MEMORY}"
+    )
+
+
+def compare(
+    schedules: list[str] | None = typer.Argument(
+        None,
+        metavar="FILE|NAME…",
+        help="Schedules, plans or timelines; by default all schedules that train.",
+        autocompletion=complete,
+    ),
+    *,
+    times: Times,
+    predict: Predict = False,
+    json: Json = False,
+    colour: Colour = None,
+) -> None:
+    """Compare schedules for one model on the same ranks: bubble, makespan, peak memory.
+
+    Times and memory are for one micro-batch on a rank's whole share of the model; the stages of a
+    rank share them equally. Files keep their own numbers: a plan is simulated with its costs, and
+    a timeline is shown as it is.
+
+    Examples:
+
+    - `taktline compare`
+    - `taktline compare 1f1b zb_h1 zbv --ranks 8 --microbatches 32 --comm 0.05`
+    - `taktline compare measured.json --predict`
+    """
+    trained = [name for name in plans.names() if name != "forward_only"]
+    timelines = times.timelines(schedules or trained, predict=predict)
+    _, unit = shared_axis(timelines)  # raises if they cannot be compared
+    figures = [
+        {
+            "schedule": timeline.name,
+            "ranks": timeline.plan.ranks,
+            "stages_per_rank": timeline.plan.stages // timeline.plan.ranks,
+            "microbatches": timeline.plan.microbatches,
+            "bubble": timeline.bubble(),
+            "bubble_by_span": timeline.bubble("span"),
+            "makespan": timeline.makespan,
+            "peak_memory": float(timeline.peak_memory.max()),
+        }
+        for timeline in timelines
+    ]
+    if json:
+        echo_json(figures)
+    else:
+        _print_schedules(figures, unit, console(colour))
+
+
+def _print_schedules(figures: list[dict[str, Any]], unit: str, screen: Console) -> None:
+    """Print a table with a row for each; the best figure of a column stands out."""
+
+    def cell(of: dict[str, Any], name: str, form: str) -> str:
+        text = f"{of[name]:{form}}"
+        best = of[name] <= min(each[name] for each in figures) + 1e-9
+        return f"[bold green]{text}[/]" if best and len(figures) > 1 else text
+
+    rows = [
+        {
+            "schedule": of["schedule"],
+            "stages/rank": str(of["stages_per_rank"]),
+            "bubble": cell(of, "bubble", ".1%"),
+            "by span": cell(of, "bubble_by_span", ".1%"),
+            f"makespan/{unit}" if unit else "makespan": cell(of, "makespan", ".4g"),
+            "memory": cell(of, "peak_memory", ".4g"),
+        }
+        for of in figures
+    ]
+    if screen.width < NARROW:
+        for row in rows:
+            del row["stages/rank"], row["by span"]
+    sizes = {(of["ranks"], of["microbatches"]) for of in figures}
+    titles = [f"{counted(r, 'rank')}, {counted(m, 'micro-batch')}" for r, m in sizes]
+    title = titles[0] if len(titles) == 1 else None
+    style = {"title": title, "caption": MEMORY, "caption_justify": "left"}
+    screen.print(rich_table(rows, ["schedule"], **style))
+
+
+def balance(
+    costs: str = typer.Argument(..., help="Cost of each layer, such as 3,1,4."),
+    stages: int = typer.Option(..., help="Number of stages."),
+    memory: str | None = typer.Option(None, help="Memory of each layer, such as 8,8,16."),
+    limits: str | None = typer.Option(
+        None, help="Memory limit of a stage: one number, or one per stage."
+    ),
+    json: Json = False,
+) -> None:
+    """Cut layers into stages, so that the largest is as small as possible.
+
+    Example: `taktline balance 5,3,3,3,3,3,9 --stages 3`
+    """
+    layers = None if memory is None else _numbers(memory)
+    each = None if limits is None else _numbers(limits)
+    limit = each[0] if each is not None and len(each) == 1 else each
+    cut = plans.balance(_numbers(costs), stages, memory=layers, limits=limit)
+    if not json:
+        typer.echo(str(cut))
+        return
+    values = {"largest": cut.largest, "bounds": cut.bounds, "stage_costs": cut.stage_costs}
+    if cut.stage_memory is not None:
+        values["stage_memory"] = cut.stage_memory
+    echo_json(values)
+
+
+def _numbers(text: str) -> list[float]:
+    """Numbers with commas between them; whole ones stay whole, and so exact."""
+    try:
+        return [int(word) if word.strip().isdecimal() else float(word) for word in text.split(",")]
+    except ValueError:
+        raise ArgumentError(f"expected numbers with commas between them, not {text!r}") from None
