@@ -59,9 +59,7 @@ if TYPE_CHECKING:
     from taktline.split import pipe_split as pipe_split
     from taktline.split import pipeline as pipeline
     from taktline.stage import PipelineStage as PipelineStage
-    from taktline.stage import SplitReport as SplitReport
     from taktline.stage import Tie as Tie
-    from taktline.stage import check_split_backward as check_split_backward
     from taktline.stage import compile_stages as compile_stages
     from taktline.train import Pipeline as Pipeline
     from taktline.transport import local as local
@@ -85,7 +83,7 @@ _NAMES = {
     ),
     "side_values": "add_loss collect_losses skip",
     "split": "Pipe SplitPoint build_stage pipe_split pipeline split",
-    "stage": "PipelineStage SplitReport Tie check_split_backward compile_stages",
+    "stage": "PipelineStage Tie compile_stages",
     "train": "Pipeline",
     "transport": "local register_container",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from taktline.private import for_all, lacking, missing, private
 from taktline.runtime import fused_backward
 from taktline.runtime.capture import module_state
 from taktline.stage import autograd_engine, split_recipe
-from taktline.stage.grad_sync.fsdp import FSDPSync
+from taktline.stage.grad_sync import FSDPSync
+from taktline.stage.split_backward import Splitter
 from taktline.transport import thread_state
 
-compiled: Any = importlib.import_module("taktline.stage.compiled.compile_stages")
+compiled: Any = importlib.import_module("taktline.stage.compiled")
 
 _add_all: Any = vars(torch)["_foreach_add_"]
 
@@ -90,11 +92,14 @@ def test_a_backward_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(map(torch.equal, train(), expected))
 
 
-def test_a_whole_backward_if_the_graph_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
-    assert tl.check_split_backward(layer, x).later == ("weight",)
+def test_a_whole_backward_if_the_graph_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(split_recipe, "_UNSEEN", REASON)
-    assert tl.check_split_backward(layer, x).at_once == {"weight": REASON, "bias": REASON}
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    roots, gradients = [layer(x)], [torch.ones(2, 4)]
+    assert Splitter("stage 2").run_input(roots, gradients, [x], [*layer.parameters()]) is None
+    assert caplog.messages == [f"stage 2: its backward is not split: {REASON}"]
     train()
 
 
@@ -118,7 +123,7 @@ def test_marks_without_a_shared_hook() -> None:
 def test_a_compiled_backward_stays_whole(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = compiled._Compiler(*([GONE] * len(compiled._Compiler._fields)))
+    found = SimpleNamespace(compile=GONE, compile_inner=GONE)
     monkeypatch.setattr(compiled, "_compiler", lambda: found)
     monkeypatch.setattr(compiled, "private", lambda *_: lambda _: lambda graph, _: graph)
     layer, x = nn.Linear(4, 4), torch.ones(2, 4)

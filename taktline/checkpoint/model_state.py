@@ -13,8 +13,7 @@ from torch import nn
 
 from taktline.errors import CheckpointError, MismatchError, TaktlineError, text_of
 from taktline.runtime.schedule import Schedule
-from taktline.stage.names import named_buffers, named_parameters
-from taktline.stage.ties import declared
+from taktline.stage.names import declared, named_buffers, named_parameters
 from taktline.transport import Transport, transport_of
 from taktline.transport.exchange import restored, retold, share_values, written
 from taktline.transport.one_rank import Alone

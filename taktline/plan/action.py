@@ -122,9 +122,10 @@ class Overlap:
 
 
 # No leading zeros and no digits of other scripts: one text for each action.
-_NUMBER = re.compile(r"0|[1-9][0-9]*")
-_KIND = re.compile("|".join(sorted(Kind.__members__, key=len, reverse=True)))
-_SUFFIX = "OVERLAP_F_B"
+_NUMBER = r"0|[1-9][0-9]*"
+_ACTION = re.compile(
+    rf"({_NUMBER})?({'|'.join(sorted(Kind.__members__, key=len, reverse=True))})?({_NUMBER})?"
+)
 
 
 def parse(text: str) -> Action | Overlap:
@@ -142,43 +143,41 @@ def parse(text: str) -> Action | Overlap:
     """
     require_text("text", text)
     if text.startswith("("):
-        forward, at = _read(text, 1, {Kind.F})
+        forward, at = _parse_at(text, 1, {Kind.F})
         at = _expect(text, at, ";")
-        backward, at = _read(text, at, {Kind.B, Kind.I})
-        at = _expect(text, at, f"){_SUFFIX}")
+        backward, at = _parse_at(text, at, {Kind.B, Kind.I})
+        at = _expect(text, at, ")OVERLAP_F_B")
         action = Overlap(forward, backward)
     else:
-        action, at = _read(text, 0)
+        action, at = _parse_at(text, 0)
     if at != len(text):
         raise ActionSyntaxError(text, at, "the end")
     return action
 
 
-def _read(text: str, at: int, allowed: set[Kind] | None = None) -> tuple[Action, int]:
+def _parse_at(text: str, at: int, allowed: set[Kind] | None = None) -> tuple[Action, int]:
     """Read one plain action from character ``at`` on; also return where it ends."""
-    stage = _NUMBER.match(text, at)
+    match = _ACTION.match(text, at)
+    assert match is not None  # all its parts are optional
+    stage, name, number = match.groups()
     if stage is None:
         raise ActionSyntaxError(text, at, "a stage number")
-    name = _KIND.match(text, stage.end())
-    if name is None or (allowed and Kind[name[0]] not in allowed):
+    kind = Kind[name] if name else None
+    if kind is None or (allowed and kind not in allowed):
         names = [kind.name for kind in sorted(allowed or Kind)]
-        raise ActionSyntaxError(text, stage.end(), "one of " + ", ".join(names))
-    kind = Kind[name[0]]
+        raise ActionSyntaxError(text, match.end(1), "one of " + ", ".join(names))
+    if kind.has_microbatch and number is None:
+        raise ActionSyntaxError(text, match.end(2), "a micro-batch number")
+    for group in (1, 3):
+        if len(match[group] or "") > 18:
+            raise ActionSyntaxError(text, match.start(group), "a number of at most 18 digits")
     if not kind.has_microbatch:
-        return Action(_number(stage), kind), name.end()
-    microbatch = _NUMBER.match(text, name.end())
-    if microbatch is None:
-        raise ActionSyntaxError(text, name.end(), "a micro-batch number")
-    return Action(_number(stage), kind, _number(microbatch)), microbatch.end()
-
-
-def _number(match: re.Match[str]) -> int:
-    if len(match[0]) > 18:
-        raise ActionSyntaxError(match.string, match.start(), "a number of at most 18 digits")
-    return int(match[0])
+        return Action(int(stage), kind), match.end(2)
+    return Action(int(stage), kind, int(number)), match.end()
 
 
 def _expect(text: str, at: int, literal: str) -> int:
+    """Where a literal ends that must begin at character ``at``."""
     for offset, character in enumerate(literal):
         if text[at + offset : at + offset + 1] != character:
             raise ActionSyntaxError(text, at + offset, f"{literal[offset:]!r}")

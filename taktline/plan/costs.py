@@ -1,11 +1,11 @@
-"""The cost of actions: times and memory, one number for all stages or one for each."""
+"""The cost of actions, in time and memory: given by the user, or estimated from timelines."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -22,24 +22,12 @@ from taktline.checks import (
 )
 from taktline.errors import CostError
 from taktline.plan.action import Kind
-from taktline.plan.lazy_import import lazy_import
-from taktline.plan.placement import MOST_STAGES
-from taktline.plan.plan import Plan
-from taktline.plan.rows import FloatArray, as_numbers
-
-if TYPE_CHECKING:
-    from taktline.plan.timeline import Timeline
+from taktline.plan.deps import needs
+from taktline.plan.plan import MOST_STAGES, Plan
+from taktline.plan.rows import FloatArray, IntArray, as_numbers, known_medians
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
-
-
-def _checked(name: str, value: Any) -> PerStage:
-    """A number, or a tuple of them, all finite and from 0 up."""
-    numbers = as_numbers(value)
-    if numbers is None or numbers.ndim > 1 or (numbers < 0).any():
-        refuse(name, "a number from 0 up, or one for each stage", value, CostError)
-    return tuple(map(float, numbers)) if numbers.ndim else float(numbers)
 
 
 @known_keywords
@@ -47,8 +35,8 @@ def _checked(name: str, value: Any) -> PerStage:
 class Link:
     """The connection between two ranks.
 
-    >>> Link(latency=2.0, bandwidth=10.0).time(50)
-    7.0
+    >>> Link(latency=2.0)
+    Link(latency=2.0, bandwidth=inf)
     """
 
     latency: float = 0.0
@@ -65,9 +53,20 @@ class Link:
         if not self.bandwidth:
             raise CostError(f"bandwidth must be more than 0, not {self.bandwidth}")
 
-    def time(self, bytes: float) -> float:
-        """How long one message takes on an idle link."""
-        return self.latency + require_number("bytes", bytes, least=0) / self.bandwidth
+
+class Times(Protocol):
+    """When the actions of a plan ran: what a :class:`Timeline` has."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def costs(self) -> Costs: ...
+    @property
+    def start(self) -> FloatArray: ...
+    @property
+    def end(self) -> FloatArray: ...
+    @property
+    def arrivals(self) -> FloatArray: ...
 
 
 @known_keywords
@@ -101,8 +100,13 @@ class Costs:
     def __post_init__(self) -> None:
         for name in _PER_STAGE:
             value = getattr(self, name)
-            if value is not None or name not in _BY_DEFAULT:
-                object.__setattr__(self, name, _checked(name, value))
+            if value is None and name in _BY_DEFAULT:
+                continue
+            numbers = as_numbers(value)
+            if numbers is None or numbers.ndim > 1 or (numbers < 0).any():
+                refuse(name, "a number from 0 up, or one for each stage", value, CostError)
+            plain = tuple(map(float, numbers)) if numbers.ndim else float(numbers)
+            object.__setattr__(self, name, plain)
         require_instance("link", self.link, Link, error=CostError)
         require_flag("comm_blocks", self.comm_blocks, CostError)
         require_text("unit", self.unit, CostError)
@@ -149,28 +153,10 @@ class Costs:
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, as plain values."""
-        changed = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        }
+        changed = _changed(self)
         if "link" in changed:
-            link = {"latency": self.link.latency, "bandwidth": self.link.bandwidth}
-            if math.isinf(self.link.bandwidth):
-                del link["bandwidth"]
-            changed["link"] = link
+            changed["link"] = _changed(self.link)
         return changed
-
-    @classmethod
-    def from_timeline(cls, timeline: Timeline, *others: Timeline) -> Costs:
-        """The costs that a timeline shows; of several timelines, the median.
-
-        >>> from taktline.plan import build, simulate
-        >>> timeline = simulate(build("zb_h1", ranks=2, microbatches=4), Costs(forward=3.0))
-        >>> Costs.from_timeline(timeline).forward
-        (3.0, 3.0)
-        """
-        return lazy_import("plan.calibrate").calibrate([timeline, *others])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
@@ -179,13 +165,69 @@ class Costs:
         require_instance("values", values, Mapping, "a dict", CostError)
         if unknown := [name for name in values if name not in known]:
             raise CostError(f"there is no cost {shown(unknown[0])}; known are {known}")
-        values = dict(values)
         try:
-            if "link" in values:
-                values["link"] = Link(**values["link"])
-            return cls(**values)
+            given: dict[str, Any] = {**values, "link": Link(**values.get("link", {}))}
+            return cls(**given)
         except TypeError as error:
             raise CostError(f"costs cannot be read: {error}") from None
+
+    @classmethod
+    def from_timeline(cls, timeline: Times, *others: Times) -> Costs:
+        """The costs that a timeline shows; of several timelines, the median.
+
+        The cost of a stage is the mean over its micro-batches, so that the sum is the time that its
+        rank spent on them. Of several timelines it is the median, so that a disturbed step does not
+        count.
+
+        An action costs the time from when it could have begun, its rank being free and its inputs
+        there, until its end. That includes the time that a rank spends on messages in between::
+
+            rank 0 │ 0F0─── SEND  0F1───
+                   │       └──────────── cost of 0F1
+
+        A message costs one latency, whatever its size. If the plans have no I and W, these share
+        the time of a backward as in the other stages, or equally; without any backward, each takes
+        as long as a forward.
+
+        >>> from taktline.plan import build, simulate
+        >>> timeline = simulate(build("zb_h1", ranks=2, microbatches=4), Costs(forward=3.0))
+        >>> Costs.from_timeline(timeline).forward
+        (3.0, 3.0)
+        """
+        timelines = [timeline, *others]
+        for each in timelines:
+            if not isinstance(getattr(each, "costs", None), Costs):
+                refuse("timeline", "a Timeline", each)
+        stages, first = timeline.plan.stages, timeline.costs
+        if any((t.plan.stages, t.costs.unit) != (stages, first.unit) for t in others):
+            raise CostError(
+                "costs need timelines of one model, with equal numbers of stages, in one unit"
+            )
+        means = np.stack([_means(each) for each in timelines])
+        medians: list[FloatArray] = list(known_medians(means, axis=0))
+        forward, full, split_input, split_weight, pair = medians
+        forward = _filled(forward, pair / 3)
+        with np.errstate(invalid="ignore"):  # both halves may take no time
+            shares: FloatArray = split_input / (split_input + split_weight)
+        share = _filled(shares, np.full(stages, 0.5))
+        split_input = _filled(np.where(np.isnan(split_input), share * full, split_input), forward)
+        left: FloatArray = (1 - share) * full
+        split_weight = _filled(np.where(np.isnan(split_weight), left, split_weight), forward)
+        backward = np.where(np.isnan(full), split_input + split_weight, full)
+        overlap = np.where(np.isnan(pair), forward + backward, pair)
+        flights = [flight.mean() for each in timelines if len(flight := _flights(each))]
+        return cls(
+            forward=tuple(forward),
+            backward_input=tuple(split_input),
+            backward_weight=tuple(split_weight),
+            backward=None if np.isnan(full).all() else tuple(backward),
+            overlap=None if np.isnan(pair).all() else tuple(overlap),
+            link=Link(latency=max(0.0, float(np.median(flights))) if flights else 0.0),
+            comm_blocks=first.comm_blocks,
+            activation=first.activation,
+            kept_for_weight=first.kept_for_weight,
+            unit=first.unit,
+        )
 
 
 _DURATION = {
@@ -201,3 +243,58 @@ _BY_DEFAULT = {
     "kept_for_weight": ("activation",),
 }
 """Those that are the sum of others where they are None."""
+_PAIR = -1
+"""Beside the kinds of actions: an overlapped pair, by its forward's stage."""
+
+
+def _changed(costs: Link | Costs) -> dict[str, Any]:
+    """The fields that differ from their defaults."""
+    values = {field.name: getattr(costs, field.name) for field in fields(costs)}
+    return {f.name: values[f.name] for f in fields(costs) if values[f.name] != f.default}
+
+
+def _means(times: Times) -> FloatArray:
+    """A row each for F, B, I, W and pairs, with the mean of each stage, or nan."""
+    kind, stage, cost = _actions(times)
+    table = np.full((5, times.plan.stages), np.nan)
+    for row, which in enumerate((Kind.F, Kind.B, Kind.I, Kind.W, _PAIR)):
+        for at in np.unique(stage[kind == which]).tolist():
+            table[row, at] = cost[(kind == which) & (stage == at)].mean()
+    return table
+
+
+def _actions(times: Times) -> tuple[IntArray, IntArray, FloatArray]:
+    """The kind, stage and cost of each action that computes."""
+    rows, rank = times.plan.rows, times.plan.rank_of_rows()
+    at = np.flatnonzero((rows.kind <= Kind.W) & ~rows.second_of_pair())
+    before = np.concatenate([at[:1], at[:-1]])
+    if times.costs.comm_blocks:
+        before = np.maximum(at - 1, 0)  # a send has its own time
+    alone = (rank[before] != rank[at]) | (before == at)
+    ready = np.where(alone, times.start[at], times.end[before])
+    waits = needs(times.plan).waits
+    for half in (at, at + rows.joined[at]):
+        source = waits[half]
+        ready = np.where(source >= 0, np.maximum(ready, times.arrivals[source]), ready)
+    # Clocks differ a little, so a message may seem to arrive after its receiver has started.
+    cost = times.end[at] - np.minimum(ready, times.start[at])
+    return np.where(rows.joined[at], _PAIR, rows.kind[at]), rows.stage[at], cost
+
+
+def _flights(times: Times) -> FloatArray:
+    """How long each message took: from when it could leave until it was there."""
+    waits = needs(times.plan).waits
+    sends = waits[waits >= 0]
+    # A send may come long after its action: behind the other half of a pair, for one.
+    spelled_out = times.plan.rows.kind[sends] > Kind.W
+    leaves = np.where(spelled_out, times.start[sends], times.end[sends])
+    return times.arrivals[sends] - leaves
+
+
+def _filled(values: FloatArray, otherwise: FloatArray) -> FloatArray:
+    """With the median of the other stages where one is unknown, or else something else."""
+    known = values[~np.isnan(values)]
+    if len(known):
+        return np.where(np.isnan(values), np.median(known), values)
+    known = otherwise[~np.isnan(otherwise)]
+    return np.where(np.isnan(otherwise), np.median(known) if len(known) else 0.0, otherwise)

@@ -14,27 +14,25 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from taktline.checks import Either, conform, require_instance, require_path, require_text, shown
-from taktline.checks import read as read_json
+from taktline.checks import Either, conform, loads, require_instance, require_path, shown
 from taktline.errors import ActionSyntaxError, CostError, JsonError, PlanError, PlanFileError
 from taktline.plan.action import Action, Overlap, parse
 from taktline.plan.costs import Costs
-from taktline.plan.placement import MOST_RANKS, Placement
-from taktline.plan.plan import Level, Plan
-from taktline.plan.rows import FloatArray
+from taktline.plan.plan import MOST_RANKS, Level, Placement, Plan
 from taktline.plan.timeline import Timeline
 
 _FORMAT, _TIMELINE_FORMAT, _VERSION = "taktline-plan", "taktline-timeline", 1
 _PLAN = {"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str}
-_WAIT = re.compile(r"[0-9]+WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)")
 _COLUMN = [[float]]
 _TIMES = {"start": _COLUMN, "end": _COLUMN, "arrival": Either(None, _COLUMN), "measured": bool}
+_WAIT = re.compile(r"[0-9]+WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)")
 
 
 def read(path: str | os.PathLike[str]) -> Plan:
@@ -44,9 +42,8 @@ def read(path: str | os.PathLike[str]) -> Plan:
     Traceback (most recent call last):
     taktline.errors.PlanFileError: no-such-plan.csv: cannot be read: No such file or directory
     """
-    path = require_path("path", path)
-    text = _read_text(path)
-    return from_json(text, path) if _is_json(path) else from_csv(text, path)
+    path = _path(path)
+    return (from_json if _is_json(path) else from_csv)(_read_text(path), path)
 
 
 def read_costs(path: str | os.PathLike[str]) -> Costs | None:
@@ -55,8 +52,8 @@ def read_costs(path: str | os.PathLike[str]) -> Costs | None:
     >>> read_costs("plan.csv") is None
     True
     """
-    path = require_path("path", path)
-    return _costs_from(_load(path), path) if _is_json(path) else None
+    path = _path(path)
+    return _costs(_fields(_read_text(path), path), path) if _is_json(path) else None
 
 
 def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = None) -> None:
@@ -70,13 +67,10 @@ def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = Non
     ...     read(f"{folder}/plan.json") == plan, read_costs(f"{folder}/plan.json").forward
     (True, 2.0)
     """
-    path = require_path("path", path)
-    if _is_json(path):
-        write_text(path, to_json(plan, costs))
-    elif costs is not None:
+    path = _path(path)
+    if costs is not None and not _is_json(path):
         raise PlanFileError(path, "a CSV file cannot hold costs; use .json")
-    else:
-        write_text(path, to_csv(plan))
+    write_text(path, to_json(plan, costs) if _is_json(path) else to_csv(plan))
 
 
 def write_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
@@ -90,14 +84,12 @@ def write_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     33.0
     """
     plan = require_instance("timeline", timeline, Timeline).plan
-    path = require_path("path", path)
-    _require_json(path)
-    fields = _plan_fields(plan, timeline.costs)
-    fields |= {"format": _TIMELINE_FORMAT, "measured": timeline.measured}
+    path = _path(path, "a timeline", ".json")
+    more: dict[str, Any] = {"format": _TIMELINE_FORMAT, "measured": timeline.measured}
     for name in ("start", "end", "arrival"):
         if (column := getattr(timeline, name)) is not None:
-            fields[name] = [part.tolist() for part in np.split(column, plan.offsets[1:-1])]
-    write_text(path, _layout(fields))
+            more[name] = [part.tolist() for part in np.split(column, plan.offsets[1:-1])]
+    write_text(path, to_json(plan, timeline.costs, more))
 
 
 def read_timeline(path: str | os.PathLike[str]) -> Timeline:
@@ -107,29 +99,34 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     Traceback (most recent call last):
     taktline.errors.PlanFileError: no-such-timeline.json: cannot be read: No such file or directory
     """
-    path = require_path("path", path)
-    _require_json(path)
-    data = _load(path)
+    path = _path(path, "a timeline", ".json")
+    data = _fields(_read_text(path), path)
     if data["format"] != _TIMELINE_FORMAT:
         raise PlanFileError(path, "holds a plan and no times; taktline.plan.read reads it")
-    plan = _plan_from(data, path)
-    fields = _take({"measured": False, **data}, _TIMES, path)
-    start, end = (_column(fields[name], name, plan, path) for name in ("start", "end"))
-    if (end < start).any():
+    plan = _plan(data, path)
+    times = _take({"measured": False, **data}, _TIMES, path)
+    columns: dict[str, Any] = {"arrival": None}
+    for name in ("start", "end", "arrival"):
+        parts = times[name]
+        if parts is None:
+            continue
+        if [len(part) for part in parts] != np.diff(plan.offsets).tolist():
+            raise PlanFileError(path, f"{name} must have a number for each action of each rank")
+        try:
+            columns[name] = np.array([number for part in parts for number in part], np.float64)
+        except OverflowError:
+            raise PlanFileError(path, f"{name} holds a number that is too large") from None
+    if (columns["end"] < columns["start"]).any():
         raise PlanFileError(path, "an action ends before it starts")
-    late = fields["arrival"]
-    arrival = None if late is None else _column(late, "arrival", plan, path)
-    costs, measured = _costs_from(data, path) or Costs(), fields["measured"]
-    try:
-        return Timeline(plan, start, end, costs, arrival, measured=measured)
-    except PlanError as error:
-        raise PlanFileError(path, str(error)) from None
+    with _errors_of(path):
+        costs = _costs(data, path) or Costs()
+        return Timeline(plan, costs=costs, measured=times["measured"], **columns)
 
 
 def is_timeline(path: str | os.PathLike[str]) -> bool:
     """Whether a file holds a timeline, and not only a plan."""
     path = require_path("path", path)
-    return path.suffix.lower() == ".json" and _load(path)["format"] == _TIMELINE_FORMAT
+    return _is_json(path) and _fields(_read_text(path), path)["format"] == _TIMELINE_FORMAT
 
 
 def to_csv(plan: Plan) -> str:
@@ -147,7 +144,6 @@ def to_csv(plan: Plan) -> str:
 
 def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     """A plan from CSV text; the path is for messages, and its stem names the plan."""
-    require_text("text", text)
     path = require_path("path", path)
     reader = csv.reader(io.StringIO(text), strict=True)
     ranks: list[list[Action | Overlap]] = []
@@ -156,27 +152,24 @@ def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
             if len(ranks) == MOST_RANKS:
                 raise PlanFileError(path, f"a plan has at most {MOST_RANKS:,} ranks")
             cells = ("" if _WAIT.fullmatch(cell.strip()) else cell for cell in row)
-            ranks.append(list(_parse_cells(cells, path, len(ranks) + 1)))
+            ranks.append(list(_actions(cells, path, len(ranks) + 1)))
     except csv.Error as error:
         raise PlanFileError(path, f"not CSV: {error}", row=reader.line_num) from None
     while ranks and not ranks[-1]:
         ranks.pop()
     if not ranks:
         raise PlanFileError(path, "is empty: expected a row of actions for each rank")
-    try:
-        # A file's name may hold bytes that are not a text.
-        name = os.fsencode(path.stem).decode("utf-8", "replace")
+    # A file's name may hold bytes that are not a text.
+    name = os.fsencode(path.stem).decode("utf-8", "replace")
+    with _errors_of(path):
         return Plan.from_actions(ranks, name=name)
-    except PlanError as error:
-        raise PlanFileError(path, str(error)) from None
 
 
-def to_json(plan: Plan, costs: Costs | None = None) -> str:
-    """A plan as JSON text, one line a rank."""
-    return _layout(_plan_fields(plan, costs))
+def to_json(plan: Plan, costs: Costs | None = None, more: dict[str, Any] | None = None) -> str:
+    """A plan as JSON text, with a line for each field, and for each rank where a field has those.
 
-
-def _plan_fields(plan: Plan, costs: Costs | None) -> dict[str, Any]:
+    ``more`` are fields that are added or replaced.
+    """
     require_instance("plan", plan, Plan)
     fields: dict[str, Any] = {
         "format": _FORMAT,
@@ -189,77 +182,47 @@ def _plan_fields(plan: Plan, costs: Costs | None) -> dict[str, Any]:
     if costs is not None:
         fields["costs"] = require_instance("costs", costs, Costs).to_dict()
     fields["ranks"] = [[str(action) for action in plan[rank]] for rank in range(plan.ranks)]
-    return fields
-
-
-def _layout(fields: dict[str, Any]) -> str:
-    """JSON text with a line for each field, and for each rank where a field has a list each."""
-    lines = [f"  {json.dumps(name)}: {_value(value)}" for name, value in fields.items()]
+    lines: list[str] = []
+    for name, value in (fields | (more or {})).items():
+        text = json.dumps(value)
+        if isinstance(value, list) and all(isinstance(part, list) for part in cast(Any, value)):
+            text = "[\n    " + ",\n    ".join(map(json.dumps, cast(Any, value))) + "\n  ]"
+        lines.append(f"  {json.dumps(name)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(part, list) for part in cast(list[Any], value)):
-        return "[\n    " + ",\n    ".join(map(json.dumps, cast(list[Any], value))) + "\n  ]"
-    return json.dumps(value)
 
 
 def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     """A plan from JSON text; the path is for messages."""
     path = require_path("path", path)
-    return _plan_from(_json_object(text, path), path)
+    return _plan(_fields(text, path), path)
 
 
-def _plan_from(data: dict[str, Any], path: Path) -> Plan:
+def _plan(data: dict[str, Any], path: Path) -> Plan:
     fields = _take(data, _PLAN, path)
     rows, level = fields["ranks"], fields["level"]
     if len(rows) > MOST_RANKS:
         raise PlanFileError(path, f"a plan has at most {MOST_RANKS:,} ranks, not {len(rows):,}")
-    ranks = [list(_parse_cells(row, path, rank)) for rank, row in enumerate(rows, start=1)]
+    ranks = [list(_actions(row, path, rank)) for rank, row in enumerate(rows, start=1)]
     levels = {level.name.lower(): level for level in Level}
     if level not in levels:
         raise PlanFileError(path, f"level is one of {', '.join(levels)}, not {shown(level)}")
-    try:
-        return Plan.from_actions(
-            ranks,
-            Placement.custom(fields["placement"], len(ranks)),
-            fields["microbatches"],
-            level=levels[level],
-            name=fields["origin"],
-        )
-    except PlanError as error:
-        raise PlanFileError(path, str(error)) from None
+    with _errors_of(path):
+        placement = Placement.custom(fields["placement"], len(ranks))
+        number, name = fields["microbatches"], fields["origin"]
+        return Plan.from_actions(ranks, placement, number, level=levels[level], name=name)
 
 
-def _column(parts: list[list[float]], name: str, plan: Plan, path: Path) -> FloatArray:
-    """One number a row; an overlapped pair has two rows."""
-    if [len(part) for part in parts] != np.diff(plan.offsets).tolist():
-        raise PlanFileError(path, f"{name} must have a number for each action of each rank")
-    try:
-        return np.array([number for part in parts for number in part], np.float64)
-    except OverflowError:
-        raise PlanFileError(path, f"{name} holds a number that is too large") from None
-
-
-def _costs_from(data: dict[str, Any], path: Path) -> Costs | None:
+def _costs(data: dict[str, Any], path: Path) -> Costs | None:
     if data.get("costs") is None:
         return None
-    try:
+    with _errors_of(path, "costs: "):
         return Costs.from_dict(_take(data, {"costs": {str: object}}, path)["costs"])
-    except CostError as error:
-        raise PlanFileError(path, f"costs: {error}") from None
 
 
-def _load(path: Path) -> dict[str, Any]:
-    return _json_object(_read_text(path), path)
-
-
-def _json_object(text: str, path: Path) -> dict[str, Any]:
+def _fields(text: str, path: Path) -> dict[str, Any]:
     """The fields of a file, of a format and a version that are known here."""
-    try:
-        data = read_json(require_text("text", text), {str: object}, what=str(path))
-    except JsonError as error:
-        raise PlanFileError(path, error.reason, row=error.row, column=error.column) from None
+    with _errors_of(path):
+        data = conform(loads(text, what=str(path)), {str: object}, what=str(path))
     if data.get("format") not in (_FORMAT, _TIMELINE_FORMAT):
         raise PlanFileError(path, f'not a plan: expected "format": "{_FORMAT}"')
     version = data.get("version")
@@ -274,13 +237,11 @@ def _json_object(text: str, path: Path) -> dict[str, Any]:
 
 def _take(data: dict[str, Any], shape: dict[str, Any], path: Path) -> dict[str, Any]:
     """Some of the fields of a file, if they have this shape."""
-    try:
+    with _errors_of(path):
         return conform({name: data.get(name) for name in shape}, shape, what=str(path))
-    except JsonError as error:
-        raise PlanFileError(path, error.reason) from None
 
 
-def _parse_cells(cells: Iterable[str], path: Path, row: int) -> Iterable[Action | Overlap]:
+def _actions(cells: Iterable[str], path: Path, row: int) -> Iterator[Action | Overlap]:
     for column, cell in enumerate(cells, start=1):
         if text := cell.strip():
             try:
@@ -289,16 +250,27 @@ def _parse_cells(cells: Iterable[str], path: Path, row: int) -> Iterable[Action 
                 raise PlanFileError(path, str(error), row=row, column=column) from None
 
 
+@contextmanager
+def _errors_of(path: Path, prefix: str = "") -> Generator[None]:
+    """Let errors name the file, and where in it they are if that is known."""
+    try:
+        yield
+    except JsonError as error:
+        raise PlanFileError(path, error.reason, row=error.row, column=error.column) from None
+    except (PlanError, CostError) as error:
+        raise PlanFileError(path, f"{prefix}{error}") from None
+
+
+def _path(path: object, what: str = "a plan", *endings: str) -> Path:
+    path, endings = require_path("path", path), endings or (".csv", ".json")
+    if path.suffix.lower() not in endings:
+        listed = " or ".join(endings)
+        raise PlanFileError(path, f"{what}'s file ends in {listed}, not {path.suffix!r}")
+    return path
+
+
 def _is_json(path: Path) -> bool:
-    ending = path.suffix.lower()
-    if ending not in (".csv", ".json"):
-        raise PlanFileError(path, f"a plan's file ends in .csv or .json, not {ending!r}")
-    return ending == ".json"
-
-
-def _require_json(path: Path) -> None:
-    if path.suffix.lower() != ".json":
-        raise PlanFileError(path, f"a timeline's file ends in .json, not {path.suffix!r}")
+    return path.suffix.lower() == ".json"
 
 
 def _read_text(path: Path) -> str:
@@ -315,14 +287,13 @@ def write_text(path: Path, text: str) -> None:
     target = Path(os.path.realpath(path))
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}"
     try:
-        try:
-            with open(temporary, "x", encoding="utf-8", newline="") as file:
-                if target.exists():
-                    shutil.copymode(target, temporary)
-                file.write(text)
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with open(temporary, "x", encoding="utf-8", newline="") as file:
+            if target.exists():
+                shutil.copymode(target, temporary)
+            file.write(text)
+        os.replace(temporary, target)
     except OSError as error:
         raise PlanFileError(path, f"cannot be written: {error.strerror}") from None
+    finally:
+        with suppress(OSError):  # it is gone if all went well
+            temporary.unlink()

@@ -101,15 +101,18 @@ def balance(
     >>> balance([1] * 7, 4, memory=[8] * 7, limits=[8, 24, 24, 8]).sizes
     (1, 2, 3, 1)
     """
-    sizes = _exact("costs", costs)
-    layers = len(sizes)
-    stages = _checked(stages, layers)
+    sizes, unit = _exact("costs", costs)
+    layers, stages = len(sizes), _stages(stages, len(sizes))
     if memory is None and limits is not None:
         raise PartitionError("limits need the memory of each layer")
-    needs, most = _needs(memory, layers), _for_each(limits, stages)
-    # Whole multiples of one unit, as whole numbers are quick.
-    unit = math.lcm(*(size.denominator for size in sizes))
-    costs_to, needs_to = _sums([int(size * unit) for size in sizes]), _sums(needs)
+    needs, memory_unit = _exact("memory", [0] * layers if memory is None else memory)
+    if len(needs) != layers:
+        raise PartitionError(
+            f"memory is for {counted(len(needs), 'layer')}, costs are for "
+            f"{counted(layers, 'layer')}"
+        )
+    most = [limit * memory_unit for limit in _limits(limits, stages)]
+    costs_to, needs_to = (list(accumulate(each, initial=0)) for each in (sizes, needs))
 
     def within(cap: int) -> Callable[[int, int], int]:
         return lambda stage, end: max(
@@ -118,31 +121,20 @@ def balance(
         )
 
     # Without limits there is a cut within the first cap, which spares most of the work.
-    for cap in (costs_to[-1] // stages + int(max(sizes) * unit), costs_to[-1]):
+    for cap in (costs_to[-1] // stages + max(sizes), costs_to[-1]):
         rough = _cheapest(costs_to, stages, within(cap), lambda _, before, cost: max(before, cost))
         if rough is not None:
             break
     else:
-        raise _too_small(needs, most)
+        raise _too_much(needs_to, most, memory_unit)
     largest = max(costs_to[end] - costs_to[start] for start, end in pairwise(rough))
     bounds = _cheapest(costs_to, stages, within(largest), lambda _, before, cost: before + cost**2)
     assert bounds is not None  # the rough cut is one
     return Partition(
         bounds=bounds,
-        stage_costs=_totals(sizes, bounds),
-        stage_memory=None if memory is None else _totals(needs, bounds),
+        stage_costs=_totals(costs_to, unit, bounds),
+        stage_memory=None if memory is None else _totals(needs_to, memory_unit, bounds),
     )
-
-
-def _needs(memory: Iterable[float] | None, layers: int) -> list[int] | list[Fraction]:
-    """The memory of each layer."""
-    needs = [0] * layers if memory is None else _exact("memory", memory)
-    if len(needs) != layers:
-        raise PartitionError(
-            f"memory is for {counted(len(needs), 'layer')}, costs are for "
-            f"{counted(layers, 'layer')}"
-        )
-    return needs
 
 
 def _cheapest(
@@ -181,15 +173,16 @@ def _cheapest(
     return tuple(reversed(bounds))
 
 
-def _exact(name: str, values: Iterable[float]) -> list[int] | list[Fraction]:
-    """Numbers as exact fractions, so that sums are exact; whole numbers stay whole."""
+def _exact(name: str, values: Iterable[float]) -> tuple[list[int], int]:
+    """Numbers as whole multiples of 1/unit, so that sums are exact; and the unit."""
     given = require_iterable(name, values, "a list of numbers, one for each layer", CostError)
     numbers = [_number(f"{name} of layer {layer}", value) for layer, value in enumerate(given)]
     try:
         float(sum(numbers))
     except OverflowError:
         raise CostError(f"{name}: the sum of all layers is too large for a float") from None
-    return list(map(int, numbers)) if all(isinstance(v, Integral) for v in given) else numbers
+    unit = math.lcm(*(number.denominator for number in numbers))
+    return [int(number * unit) for number in numbers], unit
 
 
 def _number(what: str, value: Any) -> Fraction:
@@ -206,20 +199,7 @@ def _number(what: str, value: Any) -> Fraction:
     return exact
 
 
-def _sums(numbers: Iterable[Any]) -> list[Any]:
-    return list(accumulate(numbers, initial=0))
-
-
-def _totals(numbers: Sequence[Any], bounds: Sequence[int]) -> tuple[float, ...]:
-    """The sum over the layers of each stage."""
-    return tuple(_plain(sum(numbers[start:end])) for start, end in pairwise(bounds))
-
-
-def _plain(number: float | Fraction) -> float:
-    return float(number) if isinstance(number, Fraction) else number
-
-
-def _checked(stages: Any, layers: int) -> int:
+def _stages(stages: int, layers: int) -> int:
     """The number of stages, if the layers can be cut into so many."""
     stages = require_whole("stages", stages, least=1, error=PartitionError)
     if stages > layers:
@@ -231,48 +211,52 @@ def _checked(stages: Any, layers: int) -> int:
     return stages
 
 
-def _for_each(limits: float | Iterable[float] | None, stages: int) -> list[float | Fraction]:
+def _limits(limits: float | Iterable[float] | None, stages: int) -> list[Any]:
     """One limit for each stage."""
     if limits is None or not isinstance(limits, Iterable):
-        each = [math.inf if limits is None else limits] * stages
-    else:
-        each = require_iterable("limits", limits, "a number, or one for each stage", PartitionError)
-    if len(each) != stages:
+        limits = [math.inf if limits is None else limits] * stages
+    given = require_iterable("limits", limits, "a number for each stage", PartitionError)
+    if len(given) != stages:
         raise PartitionError(
-            f"limits are for {counted(len(each), 'stage')}, but there are {stages}; pass one "
+            f"limits are for {counted(len(given), 'stage')}, but there are {stages}; pass one "
             "number for all, or one for each"
         )
     return [
         limit if limit == math.inf else _number(f"the limit of stage {stage}", limit)
-        for stage, limit in enumerate(each)
+        for stage, limit in enumerate(given)
     ]
 
 
-def _too_small(needs: Sequence[Any], limits: Sequence[Any]) -> PartitionError:
+def _too_much(needs_to: Sequence[int], limits: Sequence[Any], unit: int) -> PartitionError:
     """The error for limits that no cut keeps within; it names the stage that lacks the most.
 
     The cut is the best one: raising every limit by what this stage lacks lets it through.
     """
-    to = _sums(needs)
     bounds = _cheapest(
-        to,
+        needs_to,
         len(limits),
         lambda stage, end: 0,
         lambda stage, before, cost: max(before, cost - limits[stage]),
     )
     assert bounds is not None  # without limits there is always a cut
-    used = [to[end] - to[start] for start, end in pairwise(bounds)]
+    used = [needs_to[end] - needs_to[start] for start, end in pairwise(bounds)]
     lacks = [need - limit for need, limit in zip(used, limits, strict=True)]
     stage = lacks.index(max(lacks))
+    need, limit, short = used[stage] / unit, limits[stage] / unit, lacks[stage] / unit
     return PartitionError(
         f"no cut into {counted(len(limits), 'stage')} keeps within the limits: in the best one, "
-        f"stage {stage} needs {_text(used[stage])} and can hold {_text(limits[stage])}; raise the "
-        f"limits by {_text(lacks[stage])}",
+        f"stage {stage} needs {_text(need)} and can hold {_text(limit)}; raise the limits by "
+        f"{_text(short)}",
         stage=stage,
-        short=_plain(lacks[stage]),
+        short=float(short),
     )
 
 
+def _totals(sums: Sequence[int], unit: int, bounds: Sequence[int]) -> tuple[float, ...]:
+    """The sum over the layers of each stage; whole, if all numbers are."""
+    totals = [sums[end] - sums[start] for start, end in pairwise(bounds)]
+    return tuple(totals if unit == 1 else (total / unit for total in totals))
+
+
 def _text(number: float | Fraction) -> str:
-    whole = number == int(number) if isinstance(number, Fraction) else isinstance(number, int)
-    return f"{int(number):,}" if whole else f"{float(number):,.6g}"
+    return f"{int(number):,}" if number == int(number) else f"{float(number):,.6g}"

@@ -1,35 +1,78 @@
-"""When each action started and ended: the result of a simulation, or of a measurement."""
+"""When each action of a plan runs, simulated or measured, and what follows from it.
+
+Memory: F adds an activation; B releases it. In a split backward, I releases the part that W does
+not need, and W the rest. Without any backward, nothing is kept beyond the forward itself.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
 from taktline.checks import (
+    known_keywords,
     refuse,
     require_flag,
     require_instance,
     require_instances,
+    require_number,
     require_one_of,
 )
 from taktline.errors import PlanError
 from taktline.plan.action import Action, Kind
 from taktline.plan.costs import Costs
-from taktline.plan.deps import needs
-from taktline.plan.lazy_import import lazy_import
-from taktline.plan.memory import peak_memory
-from taktline.plan.plan import Plan
-from taktline.plan.rows import FloatArray, IntArray, as_numbers
+from taktline.plan.deps import channels, needs
+from taktline.plan.passes import add_comm
+from taktline.plan.plan import Plan, render
+from taktline.plan.rows import FloatArray, IntArray, as_numbers, known_medians
 from taktline.plan.validate import require_valid
+from taktline.plan.walk import walk
 from taktline.text import counted
 
 By: TypeAlias = Literal["makespan", "span"]
+
+
+def memory_curve(plan: Plan, costs: Costs | None = None) -> tuple[FloatArray, FloatArray]:
+    """The memory in use on a row's rank while the row runs, and after it.
+
+    >>> from taktline.plan import build
+    >>> during, after = memory_curve(build("gpipe", ranks=1, microbatches=2))
+    >>> during.tolist(), after.tolist()
+    ([1.0, 2.0, 2.0, 1.0], [1.0, 2.0, 1.0, 0.0])
+    """
+    require_instance("plan", plan, Plan)
+    costs = Costs() if costs is None else require_instance("costs", costs, Costs)
+    whole = costs.of("activation", plan.stages)
+    kept = costs.of("kept_for_weight", plan.stages)
+    taken, released = np.zeros((2, len(Kind), plan.stages))
+    taken[Kind.F] = whole
+    released[Kind.B], released[Kind.I], released[Kind.W] = whole, whole - kept, kept
+    if not plan.has(Kind.B, Kind.I, Kind.W):
+        released[Kind.F] = whole
+    rows = plan.rows
+    taken, released = taken[rows.kind, rows.stage], released[rows.kind, rows.stage]
+    balance = np.concatenate([[0.0], np.cumsum(taken - released)])
+    at_start_of_rank = np.repeat(balance[plan.offsets[:-1]], np.diff(plan.offsets))
+    after = balance[1:] - at_start_of_rank
+    return after + released, after
+
+
+def peak_memory(plan: Plan, costs: Costs | None = None) -> FloatArray:
+    """The peak memory of each rank; at the default costs, the number of activations in flight.
+
+    >>> from taktline.plan import build
+    >>> peak_memory(build("1f1b", ranks=4, microbatches=8))
+    array([4., 3., 2., 1.])
+    """
+    during, _ = memory_curve(plan, costs)
+    by_rank = np.split(during, plan.offsets[1:-1])
+    return np.array([live.max(initial=0.0) for live in by_rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +117,13 @@ class Timeline:
         require_instance("costs", self.costs, Costs)
         require_flag("measured", self.measured)
         for name in ("start", "end", "arrival"):
-            column = getattr(self, name)
-            if name != "arrival" or column is not None:
-                object.__setattr__(self, name, _checked(name, column, len(self.plan.rows)))
+            column, count = getattr(self, name), len(self.plan.rows)
+            if name == "arrival" and column is None:
+                continue
+            numbers = as_numbers(column)
+            if numbers is None or numbers.shape != (count,):
+                refuse(name, f"an array of {count:,} numbers, one for each row of the plan", column)
+            object.__setattr__(self, name, numbers.astype(np.float64, copy=False))
 
     @property
     def name(self) -> str:
@@ -230,14 +277,14 @@ class Timeline:
         ...     simulate(build("1f1b", ranks=4, microbatches=8)).save(f"{folder}/step.svg").name
         'step.svg'
         """
-        return lazy_import("render").save([self], path)
+        return render().save([self], path)
 
     def show(self) -> None:
         """Open the page in a browser; without one, print the chart."""
-        lazy_import("render").show([self])
+        render().show([self])
 
     def _repr_svg_(self) -> str | None:
-        return lazy_import("render").inline(self)
+        return render().inline(self)
 
     def __repr__(self) -> str:
         shape, microbatches = self.plan.placement.shape, self.plan.microbatches
@@ -249,7 +296,7 @@ class Timeline:
 
     def to_svg(self, *, width: float | None = None) -> str:
         """A drawing for papers and pages; see :func:`taktline.render.svg.to_svg`."""
-        return lazy_import("render").to_svg([self], width=width)
+        return render().to_svg([self], width=width)
 
     def to_html(self, *others: Timeline) -> str:
         """A page to explore, alone or beside others; see :func:`taktline.render.html.to_html`.
@@ -259,15 +306,15 @@ class Timeline:
         >>> page[:15]
         '<!doctype html>'
         """
-        return lazy_import("render").to_html([self, *require_instances("others", others, Timeline)])
+        return render().to_html([self, *require_instances("others", others, Timeline)])
 
     def to_trace(self) -> str:
         """A trace for Perfetto; see :func:`taktline.render.trace.to_trace`."""
-        return lazy_import("render").to_trace([self])
+        return render().to_trace([self])
 
     def to_text(self, width: int | None = None, *, colour: bool = False) -> str:
         """A chart for a terminal; see :func:`taktline.render.text.chart`."""
-        return lazy_import("render").chart([self], width, colour=colour)
+        return render().chart([self], width, colour=colour)
 
     def _span(self, rank: int, row: int) -> Span:
         return Span(rank, self.plan.rows.leaf(row), float(self.start[row]), float(self.end[row]))
@@ -277,9 +324,151 @@ class Timeline:
         return np.split(rows, np.searchsorted(rows, self.plan.offsets[1:-1]))
 
 
-def _checked(name: str, column: Any, rows: int) -> FloatArray:
-    """One finite number for each row."""
-    numbers = as_numbers(column)
-    if numbers is None or numbers.shape != (rows,):
-        refuse(name, f"an array of {rows:,} numbers, one for each row of the plan", column)
-    return numbers.astype(np.float64, copy=False)
+@known_keywords
+def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
+    """Simulate a plan: every action runs as early as its rank and its dependencies allow.
+
+    If messages can delay actions, by queueing or by keeping their sender busy, the timeline is that
+    of the lowered plan.
+
+    >>> from taktline.plan import build
+    >>> timeline = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=1.0))
+    >>> timeline.makespan
+    33.0
+    """
+    costs = Costs() if costs is None else require_instance("costs", costs, Costs)
+    require_valid(plan)
+    if costs.messages_matter:
+        plan = add_comm(plan)
+    rows = plan.rows
+    duration = costs.durations(plan)
+    channel = channels(plan)
+    # A gradient is as large as its activation, which the stage before has sent.
+    backward = np.isin(rows.kind, (Kind.B, Kind.I, Kind.SEND_B))
+    size = costs.of("message_bytes", plan.stages)[np.maximum(rows.stage - backward, 0)]
+    occupies = np.where(channel >= 0, size / costs.link.bandwidth, 0.0)
+    delay = np.where(channel >= 0, costs.link.latency, 0.0)
+    if costs.comm_blocks:
+        duration += occupies + delay
+        occupies = delay = 0.0
+    waits = needs(plan).waits
+    run = walk(plan, waits, duration, channel=channel, occupies=occupies, delay=delay)
+    return Timeline(plan, run.start, run.start + duration, costs, run.arrival)
+
+
+_LEAST = 0.01
+"""The least that a straggler costs, as a share of the step; less is noise."""
+_SHOWN = 3
+"""How many micro-batches are named."""
+_WORDS = {Kind.F: "forward", Kind.B: "backward"}
+_PARTS = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I, Kind.W)}
+"""The halves of a backward count together: where nothing can be split, one has all the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A stage whose forward or backward is slow on its rank.
+
+    >>> print(Straggler(2, 5, Kind.F, 31.0, 1.8, (3, 0), "ms", "its work accounts for"))
+    rank 2 is slow: the forward of stage 5 takes 31 ms, 1.8 times what its work accounts for; ...
+    """
+
+    rank: int
+    stage: int
+    kind: Kind
+    """F, or B for a backward, whole or in halves."""
+    duration: float
+    """The median over its micro-batches."""
+    factor: float
+    """The duration, divided by the expected one."""
+    microbatches: tuple[int, ...]
+    """Those that took longest, the slowest first."""
+    unit: str = ""
+    basis: str = "was expected"
+
+    def __str__(self) -> str:
+        what = f"the {_WORDS[self.kind]} of stage {self.stage}"
+        time = f"{self.duration:.3g} {self.unit}".rstrip()
+        return (
+            f"rank {self.rank} is slow: {what} takes {time}, {self.factor:.1f} times what "
+            f"{self.basis}; slowest in micro-batches {', '.join(map(str, self.microbatches))}"
+        )
+
+
+def stragglers(
+    timelines: Sequence[Timeline], *, work: Costs | None = None, factor: float = 1.3
+) -> list[Straggler]:
+    """Stages that take at least ``factor`` times as long as expected, the worst first.
+
+    With ``work``, the stages' work in any unit, each stage is compared with the pace of the other
+    ranks. Without it, stages may differ in their work, so the last timeline is compared with the
+    ones before.
+
+    >>> from taktline.plan import build, simulate
+    >>> plan = build("1f1b", ranks=3, microbatches=4)
+    >>> slow = simulate(plan, Costs(forward=(1.0, 1.0, 2.0), unit="ms"))
+    >>> print(*stragglers([slow], work=Costs()))
+    rank 2 is slow: the forward of stage 2 takes 2 ms, 2.0 times what its work accounts for; ...
+    """
+    timelines = require_instances("timelines", timelines, Timeline)
+    factor = require_number("factor", factor, least=1)
+    if work is not None:
+        require_instance("work", work, Costs)
+    if not timelines:
+        return []
+    plan, unit = timelines[-1].plan, timelines[-1].costs.unit
+    if any(timeline.plan.placement != plan.placement for timeline in timelines):
+        raise PlanError("stragglers are found in timelines with the same stages on the same ranks")
+    latest = timelines if work is not None else timelines[-1:]
+    step = float(np.median([timeline.makespan for timeline in latest]))
+    found: list[Straggler] = []
+    for kind in (Kind.F, Kind.B):
+        spent = _medians(latest, kind, plan.stages)
+        if work is None:
+            expected, basis = _medians(timelines[:-1], kind, plan.stages), "it took before"
+        else:
+            expected, basis = _by_work(plan, work, kind, spent), "its work accounts for"
+        with np.errstate(divide="ignore", invalid="ignore"):
+            times = spent / expected
+            lost = (spent - expected) * plan.microbatches
+            slow = np.isfinite(times) & (times >= factor) & (lost >= _LEAST * step)
+        found += [
+            Straggler(
+                plan.placement.rank_of[stage],
+                stage,
+                kind,
+                float(spent[stage]),
+                float(times[stage]),
+                _slowest(latest[-1], kind, stage),
+                unit,
+                basis,
+            )
+            for stage in np.flatnonzero(slow).tolist()
+        ]
+    return sorted(found, key=lambda straggler: -straggler.factor)
+
+
+def _by_work(plan: Plan, work: Costs, kind: Kind, spent: FloatArray) -> FloatArray:
+    """The time of each stage at the pace of the other ranks, in the median of their stages."""
+    amount = work.of("forward" if kind is Kind.F else "backward", plan.stages)
+    rank = np.array(plan.placement.rank_of)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        pace = np.where(amount > 0, spent / amount, np.nan)
+    expected = np.full(plan.stages, np.nan)
+    for stage in range(plan.stages):
+        others = pace[(rank != rank[stage]) & ~np.isnan(pace)]
+        if len(others):
+            expected[stage] = amount[stage] * np.median(others)
+    return expected
+
+
+def _medians(timelines: Sequence[Timeline], kind: Kind, stages: int) -> FloatArray:
+    """For each stage the median over all micro-batches, or nan."""
+    tables = [timeline.durations(*_PARTS[kind]) for timeline in timelines]
+    return known_medians(np.hstack([np.full((stages, 1), np.nan), *tables]), axis=1)
+
+
+def _slowest(timeline: Timeline, kind: Kind, stage: int) -> tuple[int, ...]:
+    times = timeline.durations(*_PARTS[kind])[stage]
+    order = np.argsort(-times, kind="stable")[:_SHOWN]  # nan comes last
+    return tuple(order[~np.isnan(times[order])].tolist())

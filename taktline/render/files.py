@@ -14,8 +14,7 @@ from taktline.checks import require_path
 from taktline.errors import PlanFileError
 from taktline.plan.io import write, write_text, write_timeline
 from taktline.plan.plan import Plan
-from taktline.plan.simulate import simulate
-from taktline.plan.timeline import Timeline
+from taktline.plan.timeline import Timeline, simulate
 from taktline.plan.validate import validate
 from taktline.render.html import to_html
 from taktline.render.svg import natural_width, to_svg

@@ -14,9 +14,8 @@ import numpy as np
 from taktline.checks import require_number
 from taktline.errors import CostError, PlanError
 from taktline.plan.action import Kind
-from taktline.plan.memory import memory_curve
-from taktline.plan.placement import Placement
-from taktline.plan.timeline import Timeline
+from taktline.plan.plan import Placement
+from taktline.plan.timeline import Timeline, memory_curve
 from taktline.text import counted
 
 COLOURS = {

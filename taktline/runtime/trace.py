@@ -62,7 +62,7 @@ class Trace:
         return self.timelines[-1]
 
     def stragglers(self, *, factor: float = 1.3) -> list[Straggler]:
-        """Stages that were slow for their work; see :func:`taktline.plan.stragglers`."""
+        """Stages that were slow for their work; see :func:`taktline.plan.timeline`."""
         return stragglers(self.timelines, work=self.work, factor=factor)
 
     def __getattr__(self, name: str) -> Any:

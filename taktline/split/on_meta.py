@@ -22,7 +22,7 @@ from taktline.device import require_device
 from taktline.errors import ArgumentError, StateError
 from taktline.private import private
 from taktline.split.arguments import Args, Kwargs, aliased, tensors_in
-from taktline.stage.ties import declared
+from taktline.stage.names import declared
 
 _Mode = private("torch.utils._python_dispatch.TorchDispatchMode", "deferred()")
 _without_modes = private("torch.utils._python_dispatch._disable_current_modes", "deferred()")

@@ -35,7 +35,7 @@ from taktline.split.stages import require_stage
 from taktline.split.steps import Cut, Kind, Record, Step, Value
 from taktline.split.torch_functions import PIPE_SPLIT
 from taktline.stage import PipelineStage, Tie
-from taktline.stage.ties import declared
+from taktline.stage.names import declared
 from taktline.text import counted, did_you_mean
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]

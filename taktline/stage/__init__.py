@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from taktline.stage.compiled import compile_stages
-from taktline.stage.split_report import SplitReport, check_split_backward
+from taktline.stage.names import Tie
 from taktline.stage.stage import PipelineStage
-from taktline.stage.ties import Tie
 
-__all__ = ["PipelineStage", "SplitReport", "Tie", "check_split_backward", "compile_stages"]
+__all__ = ["PipelineStage", "Tie", "compile_stages"]

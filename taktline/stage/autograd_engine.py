@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import attrgetter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import torch
 
 from taktline.private import for_all, private
+from taktline.sharding import local
 
 SMALL = 8 * 2**20
 """The most bytes of a gradient whose addition takes longer to launch than to run.
@@ -57,50 +57,48 @@ def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor, is_shared: bool = Fa
         leaf.grad = gradient if leaf.grad_dtype is None else gradient.to(leaf.grad_dtype)
 
 
-class Sums:
-    """Adds gradients to those that weights have: small ones together, in one operation.
+def add_to_grads(weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Add to the ``.grad`` of weights; small plain gradients together, in one operation.
 
-    >>> weight = torch.nn.Parameter(torch.zeros(2))
-    >>> weight.grad = torch.ones(2)
-    >>> results = [None, torch.ones(2)]
-    >>> Sums({1: weight}).add(results)
-    >>> results, weight.grad
-    ([None, None], tensor([2., 2.]))
+    >>> weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    >>> for _ in range(2):
+    ...     add_to_grads(weights, [torch.ones(2), None])
+    >>> weights[0].grad, weights[1].grad
+    (tensor([2., 2.]), None)
     """
-
-    def __init__(self, weights: Mapping[int, torch.Tensor]) -> None:
-        """``weights`` are by the places of their gradients in a list."""
-        self._groups: dict[tuple[torch.dtype, bool], list[tuple[int, torch.Tensor]]] = {}
-        for place, weight in weights.items():
-            kind = weight.dtype, weight.nbytes <= SMALL
-            self._groups.setdefault(kind, []).append((place, weight))
-
-    def add(self, gradients: list[Any]) -> None:
-        """Add gradients, and take them out of the list; those that do not fit stay in it."""
-        for (dtype, is_small), group in self._groups.items():
-            known = [weight.grad for _, weight in group]
-            new = [gradients[place] for place, _ in group]
-            if not (_are_plain(known, dtype) and set(map(type, new)) == {torch.Tensor}):
-                continue
-            if is_small:
-                add_all(known, new)
-            else:
-                for each, gradient in zip(known, new, strict=True):
-                    each.add_(gradient)  # pyright: ignore
-            for place, _ in group:
-                gradients[place] = None
+    known: list[torch.Tensor] = []
+    new: list[torch.Tensor] = []
+    for weight, gradient in zip(weights, gradients, strict=True):
+        old = weight.grad
+        if _is_small(old) and type(gradient) is torch.Tensor and old.dtype == gradient.dtype:
+            known.append(old)
+            new.append(gradient)
+        elif gradient is not None:
+            add_to_grad(weight, gradient, is_shared=old is None and _shares(gradient, gradients))
+    if known:
+        add_all(known, new)
 
 
-def _are_plain(tensors: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Whether all are tensors of a type without a graph; as quick as Python can find out."""
-    return (
-        set(map(type, tensors)) == {torch.Tensor}
-        and set(map(_dtype, tensors)) == {dtype}
-        and not any(map(_requires_grad, tensors))
-    )
+def _is_small(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether a plain gradient is added faster together with others."""
+    if type(gradient) is not torch.Tensor or gradient.requires_grad:
+        return False
+    return gradient.nbytes <= SMALL
 
 
-_dtype, _requires_grad = attrgetter("dtype"), attrgetter("requires_grad")
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor's memory; None for a wrapper, such as the result of a collective."""
+    try:
+        return local(tensor).untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
+
+
+def _shares(gradient: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether another one of the gradients has, or may have, the same memory."""
+    memory = memory_of(gradient)
+    found = [memory_of(other) for other in gradients if other is not None]
+    return len(found) > 1 and (memory is None or None in found or found.count(memory) > 1)
 
 
 def is_own_hook(hook: object) -> bool:

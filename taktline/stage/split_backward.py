@@ -21,6 +21,7 @@ A compiled block is one node here, and decides itself what to leave out: see ``c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,10 +30,10 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from taktline.errors import SplitError
-from taktline.sharding import local
-from taktline.stage.autograd_engine import accumulate, add_to_grad
-from taktline.stage.autograd_graph import Graph, Node, Shape
-from taktline.stage.split_recipe import Recipe, is_among, learn
+from taktline.stage.autograd_engine import accumulate, add_to_grad, memory_of
+from taktline.stage.split_recipe import Graph, Node, Recipe, Shape, is_among, learn
+
+_log = logging.getLogger("taktline")
 
 _REMEMBERED = 8
 """The most recipes that are kept."""
@@ -45,10 +46,8 @@ class _Compiled(NamedTuple):
     held: list[Any]
     versions: Sequence[int]
     """The versions of the tensors in ``held``."""
-    early: Sequence[Any]
-    """Gradients that are computed, but not added yet."""
-    run: Callable[[list[Any], Sequence[Any]], None]
-    """Adds all of them to the weights."""
+    run: Callable[[Sequence[torch.Tensor], list[Any]], None]
+    """Computes them from held values, and adds them to the weights."""
 
 
 class Pending:
@@ -69,11 +68,6 @@ class Pending:
         self._compiled: list[_Compiled] = []
 
     @property
-    def weights(self) -> list[torch.Tensor]:
-        """The weights whose gradients W computes."""
-        return [*self._recipe.weights, *(w for part in self._compiled for w in part.weights)]
-
-    @property
     def has_compiled(self) -> bool:
         """Whether a compiled node has left out gradients."""
         return bool(self._compiled)
@@ -82,19 +76,18 @@ class Pending:
         self,
         weights: Sequence[torch.Tensor],
         held: list[Any],
-        early: Sequence[Any],
-        run: Callable[[list[Any], Sequence[Any]], None],
+        run: Callable[[Sequence[torch.Tensor], list[Any]], None],
     ) -> None:
-        """Later, run a compiled node's function of held values and early gradients, too."""
-        self._compiled.append(_Compiled(weights, held, _versions(held), early, run))
+        """Later, run a compiled node's function of weights and held values, too."""
+        self._compiled.append(_Compiled(weights, held, _versions(held), run))
 
-    def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
+    def copy_shared(self, leaves: Sequence[torch.Tensor]) -> None:
         """Copy new gradients that share memory with kept values: later ones are added in place."""
-        kept = {_memory(g) for (g,) in self._gradients.values() if g is not None}
-        held = (value for part in self._compiled for value in (*part.held, *part.early))
-        kept |= {_memory(value) for value in held if isinstance(value, torch.Tensor)}
+        kept = {memory_of(g) for (g,) in self._gradients.values() if g is not None}
+        held = (value for part in self._compiled for value in part.held)
+        kept |= {memory_of(value) for value in held if isinstance(value, torch.Tensor)}
         for leaf in leaves:
-            if leaf.grad is not None and (None in kept or _memory(leaf.grad) in (None, *kept)):
+            if leaf.grad is not None and (None in kept or memory_of(leaf.grad) in (None, *kept)):
                 leaf.grad = leaf.grad.clone()
 
     def run(self) -> None:
@@ -117,7 +110,7 @@ class Pending:
             if index == last[weight]:  # added at once, so that its memory serves the next product
                 add_to_grad(weight, sums.pop(weight))
         for part in self._compiled:
-            part.run(part.held, part.early)
+            part.run(part.weights, part.held)
         # A kept output keeps the graph, whose hooks keep this object.
         self._factors, self._versions = [], []
         self._gradients.clear()
@@ -125,9 +118,14 @@ class Pending:
 
 
 class Splitter:
-    """Splits the backward of one stage, micro-batch by micro-batch."""
+    """Splits the backward of one stage, micro-batch by micro-batch.
 
-    def __init__(self) -> None:
+    Where a graph cannot be split, I computes all of it, and the log says why once.
+    """
+
+    def __init__(self, where: str = "a stage") -> None:
+        self._where = where
+        self._warned = False
         self._recipes: dict[Shape, Recipe] = {}
         self._latest: Recipe | None = None
 
@@ -141,19 +139,22 @@ class Splitter:
         """I: add all gradients that W does not compute; None if W has nothing to do."""
         recipe, nodes = self._recipe(_computed(roots, inputs), inputs, weights)
         if recipe.whole:
+            if not self._warned:
+                self._warned = True
+                _log.warning("%s: its backward is not split: %s", self._where, recipe.whole)
             accumulate(roots, gradients)
             return None
         found = [nodes[product.slot] for product in recipe.products]
         pending = Pending(recipe, found)
         edges = [GradientEdge(nodes[slot], 0) for slot in recipe.edges]
-        for inside in recipe.compiled:
-            nodes[inside.slot].put_off = pending, inside
+        for node in recipe.compiled:
+            nodes[node.slot].put_off = pending, node
         new = [leaf for leaf in recipe.leaves if leaf.grad is None]
         # The engine runs faster without a list of inputs.
         everywhere = not found and all(x.is_leaf for x in inputs)
         accumulate(roots, gradients, () if everywhere else (*inputs, *recipe.leaves, *edges))
         if new:
-            pending.part_from(new)
+            pending.copy_shared(new)
         return pending if found or pending.has_compiled else None
 
     def _recipe(
@@ -171,7 +172,7 @@ class Splitter:
         graph = Graph(roots, inputs)
         recipe = self._recipes.get(graph.shape)
         if recipe is None or not recipe.fits(graph.nodes, inputs):
-            recipe, _ = learn(graph, inputs, weights)
+            recipe = learn(graph, inputs, weights)
             self._recipes.pop(graph.shape, None)
             self._recipes[graph.shape] = recipe
             if len(self._recipes) > _REMEMBERED:
@@ -189,22 +190,3 @@ def _computed(
 
 def _versions(values: Iterable[object]) -> list[int]:
     return [value._version for value in values if isinstance(value, torch.Tensor)]
-
-
-def _memory(tensor: torch.Tensor) -> int | None:
-    """The address of a tensor; None for a wrapper, such as the result of a collective."""
-    try:
-        return local(tensor).untyped_storage().data_ptr()
-    except RuntimeError:
-        return None
-
-
-def explain(
-    roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
-) -> dict[torch.Tensor, str]:
-    """Why I computes the gradients of weights; W computes those that are not listed."""
-    recipe, reasons = learn(Graph(_computed(roots, inputs), inputs), inputs, weights)
-    later = set(recipe.weights)
-    return {
-        weight: reasons.get(weight, "not used here") for weight in weights if weight not in later
-    }

@@ -22,13 +22,12 @@ from taktline.checks import (
 from taktline.device import require_device
 from taktline.errors import MismatchError, SplitError
 from taktline.meta import Signature, as_arguments, flatten
-from taktline.plan.placement import MOST_STAGES
+from taktline.plan.plan import MOST_STAGES
 from taktline.sharding import GetMesh, Sharding, find_mesh, gradient_of, is_sharded
 from taktline.stage.autograd_engine import accumulate
 from taktline.stage.grad_sync import GradSync, sync_of
-from taktline.stage.names import parameters_of
+from taktline.stage.names import Tie, declared, parameters_of
 from taktline.stage.split_backward import Splitter
-from taktline.stage.ties import Tie, declared
 
 
 class PipelineStage:
@@ -105,7 +104,7 @@ class PipelineStage:
         self._trainable: list[nn.Parameter] | None = None
         self._looked_at: nn.Module | None = None
         self._sync: GradSync | None = None
-        self._splitter = Splitter()
+        self._splitter = Splitter(f"stage {stage_index}")
         self._meshes: dict[object, DeviceMesh] = {}
         self._in_flight: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
         self._weights_due: dict[int, Callable[[], object]] = {}

@@ -23,8 +23,7 @@ from taktline.split.by_names import without_compiler
 from taktline.split.recorded_stage import has_dynamic_shapes
 from taktline.split.times import Measure
 from taktline.stage import PipelineStage, compile_stages
-from taktline.stage.names import named_parameters
-from taktline.stage.ties import declared
+from taktline.stage.names import declared, named_parameters
 from taktline.train.batch_dims import BatchDims
 from taktline.train.choose_plan import ScheduleChoice, opened, plan_for
 from taktline.train.model_stages import Model, kept, stages_in, state_of, take_apart

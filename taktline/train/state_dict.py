@@ -13,7 +13,7 @@ from taktline.checkpoint.model_state import ModelState, foremost, writers
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
 from taktline.sharding import is_sharded
-from taktline.stage.ties import declared
+from taktline.stage.names import declared
 from taktline.text import first_of
 from taktline.train.ranks import Ranks
 from taktline.transport.exchange import share_values

@@ -13,8 +13,7 @@ from taktline.checks import Either, require_instance
 from taktline.device import keep_generators
 from taktline.errors import UseError
 from taktline.runtime.watchdog import guarded
-from taktline.stage.names import named_buffers, named_modules, named_parameters
-from taktline.stage.unchanged import unchanged
+from taktline.stage.names import named_buffers, named_modules, named_parameters, unchanged
 from taktline.train.broadcast import broadcast
 from taktline.train.build import Built
 from taktline.train.comparison import (

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from taktline.checkpoint.model_state import ModelState, joined, uses_in
-from taktline.stage.ties import Tie, declare
+from taktline.stage.names import Tie, declare
 
 NAMES = st.sampled_from("abcdef")
 TABLES = st.lists(st.dictionaries(NAMES, NAMES), max_size=4)

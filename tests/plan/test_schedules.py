@@ -287,7 +287,7 @@ def test_registering_a_schedule_makes_it_known() -> None:
         assert find("test_lonely").summary == "Each micro-batch alone."
         assert validate(plan) == ()
         assert simulate(plan).makespan == 2 * 9
-        with pytest.raises(ScheduleError, match="a schedule is called 'Test-Lonely' already"):
+        with pytest.raises(ScheduleError, match="a schedule is called 'test_lonely' already"):
             register("other", "Test-Lonely", stages_per_rank=1)(lonely)
         assert "other" not in names()
     finally:

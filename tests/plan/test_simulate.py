@@ -156,7 +156,8 @@ def test_every_dependency_is_honoured(data: st.DataObject, plan: Plan) -> None:
         if neighbour is not None:
             source = neighbour.action.stage
             size = timeline.costs.of("message_bytes", plan.stages)[min(source, stage)]
-            hop = link.time(float(size)) if rank_of[source] != rank_of[stage] else 0.0
+            crosses = rank_of[source] != rank_of[stage]
+            hop = (link.latency + float(size) / link.bandwidth) * crosses
             assert span.start >= neighbour.end + hop
 
 

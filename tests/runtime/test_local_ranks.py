@@ -18,7 +18,7 @@ from taktline.errors import DeadlockError, StageError, TransportError
 from taktline.plan import Kind, Plan, build, lower
 from taktline.plan.schedules import names
 from taktline.runtime.runnable_plan import Runnable, merged
-from taktline.stage.ties import declare
+from taktline.stage.names import declare
 
 X, Y = torch.ones(8, 4), torch.zeros(8, 4)
 

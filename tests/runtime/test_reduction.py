@@ -377,14 +377,12 @@ def old(module: nn.Sequential, mesh: DeviceMesh) -> Any:
         ),
         (
             static,
-            "replica 0: rank 0: stage 0: its DDP has static_graph=True, so that it reduces by "
-            "itself after the first backward, which is the wrong time; leave it out: it saves "
-            "nothing here",
+            "replica 0: rank 0: stage 0: its DDP has static_graph=True, which reduces by itself, "
+            "at the wrong time; leave it out",
         ),
         (
             sparse,
-            "replica 0: rank 0: stage 0: its DDP has sparse gradients, which cannot be put into "
-            "buckets; leave out sparse=True",
+            "replica 0: rank 0: stage 0: its DDP has sparse gradients; leave out sparse=True",
         ),
         (
             unmade,

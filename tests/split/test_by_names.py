@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import taktline as tl
 from taktline import skip
 from taktline.split import recorded_stage
-from taktline.stage import ties
+from taktline.stage import names
 from tests.split.models import ResNet, ViT
 from tests.split.training import gradients, require_same
 from tests.workers import Workers
@@ -223,7 +223,7 @@ def test_a_parameter_of_the_model_itself_that_several_stages_use() -> None:
     model = Scaled()
     reference, x = copy.deepcopy(model), torch.randn(2, 4)
     pieces = tl.split.by_names(model, ["layers.1", "layers.2"], example=(x,))
-    assert pieces.ties == (ties.Tie(dict.fromkeys(range(3), "scale")),)
+    assert pieces.ties == (names.Tie(dict.fromkeys(range(3), "scale")),)
     pieces(x).sum().backward()
     reference(x).sum().backward()
     require_same(gradients(model), gradients(reference))

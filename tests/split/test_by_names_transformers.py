@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import taktline as tl
 from taktline.errors import PartitionError
-from taktline.stage import ties
+from taktline.stage import names
 from tests.runtime.parallel import mesh_of
 from tests.split.training import gradients, require_same
 from tests.split.transformers_models import LANGUAGES, loss, texts
@@ -41,7 +41,7 @@ def test_a_tied_weight_is_declared() -> None:
     language = LANGUAGES["gpt2"]
     pieces = tl.split.by_names(language.make(), language.cuts(2))
     assert language.tied is not None
-    assert ties.declared(pieces[1]) == (ties.Tie(dict(enumerate(language.tied))),)
+    assert names.declared(pieces[1]) == (names.Tie(dict(enumerate(language.tied))),)
 
 
 def test_types_change_with_the_pieces() -> None:

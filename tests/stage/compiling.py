@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from taktline.stage.compiled.backward import Backward
+from taktline.stage.compiled import Backward
 from taktline.stage.split_backward import Pending, Splitter
 
 COMPILER_WARNINGS = [
@@ -91,3 +91,32 @@ def assert_alike(module: nn.Module, inputs: Sequence[Tensor], **options: Any) ->
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
             assert torch.equal(ours, theirs)
+
+
+def weights_of(pending: Pending) -> list[Tensor]:
+    """The weights whose gradients W computes."""
+    found = [product.weight for product in pending._recipe.products]
+    return [*found, *(weight for part in pending._compiled for weight in part.weights)]
+
+
+def computed_in_w(module: nn.Module, x: Tensor) -> list[str]:
+    """The parameters whose gradients W computes, after a check of all gradients."""
+    plain = copy.deepcopy(module)
+    given = x.detach().clone().requires_grad_(x.is_floating_point())
+    torch.manual_seed(0)
+    plain(given).sum().backward()
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    inputs = [x.detach().clone().requires_grad_(x.is_floating_point())]
+    torch.manual_seed(0)
+    root = module(*inputs).sum()
+    pending = Splitter().run_input(
+        [root], [torch.tensor(1.0)], [y for y in inputs if y.requires_grad], [*named.values()]
+    )
+    assert pending is not None
+    later = weights_of(pending)
+    pending.run()
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, cast("Any", theirs.grad))
+    module.zero_grad()
+    return [name for name, p in named.items() if any(p is weight for weight in later)]

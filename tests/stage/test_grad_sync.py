@@ -14,9 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
 from taktline.stage import PipelineStage
-from taktline.stage.grad_sync import GradSync, sync_of
-from taktline.stage.grad_sync.ddp import DDPSync
-from taktline.stage.grad_sync.fsdp import FSDPSync
+from taktline.stage.grad_sync import DDPSync, FSDPSync, GradSync, sync_of
 from tests.runtime.parallel import (
     WRAPPERS,
     Log,

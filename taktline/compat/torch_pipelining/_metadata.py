@@ -17,7 +17,7 @@ from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining import stage as torchs
 from taktline.meta import TensorMeta
 from taktline.pytree import tree_leaves
-from taktline.stage.unchanged import unchanged
+from taktline.stage.names import unchanged
 
 like: Any = wraps
 """Gives a method the signature of torch's."""

@@ -72,7 +72,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Costs.from_dict": (tl.Costs.from_dict, {"values": {"forward": 1.0, "link": {"latency": 1.0}}}),
     "Costs.from_timeline": (tl.Costs.from_timeline, {"timeline": TIMELINE}),
     "Link": (tl.Link, {"latency": 0.5, "bandwidth": 2.0}),
-    "Link.time": (tl.Link().time, {"bytes": 3}),
     "Placement": (tl.Placement, {"rank_of": (0, 1), "ranks": 2}),
     "Placement.linear": (tl.Placement.linear, {"ranks": 2}),
     "Placement.loop": (tl.Placement.loop, {"ranks": 2, "stages_per_rank": 2}),
@@ -204,10 +203,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "Tie": (tl.Tie, {"uses": {0: "a", 1: "b"}}),
     "Tie.name_in": (tl.Tie({0: "a", 1: "b"}).name_in, {"stage": 0}),
-    "check_split_backward": (
-        lambda module: tl.check_split_backward(module, X),
-        {"module": MODULE},
-    ),
     "add_loss": (tl.add_loss, {"loss": X.sum()}),
     "skip.put": (tl.skip.put, {"name": "a", "value": X}),
     "skip.get": (tl.skip.get, {"name": "a"}),

@@ -1,53 +1,93 @@
-"""FSDP2 and the ``replicate`` made from it: gathered, released and reduced where the plan says.
+"""Gradients of replicated stages: DDP, FSDP2 and ``replicate`` communicate when the plan says.
 
-While a stage is gathered, its modules hold the whole parameters, always the same objects, whose
-gradients add up. A reduction moves these into the ``.grad`` of the sharded parameters, which the
-optimizer knows. FSDP's own hooks stay: they wait for gathers, cast, and keep gradients in the type
-of the reduction.
+::
+
+    sync_of(module) ──▶ None       nothing is wrapped
+                    ──▶ DDPSync    DistributedDataParallel, or the older ``replicate`` made from it
+                    ──▶ FSDPSync   ``fully_shard``, or the newer ``replicate`` made from it
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from taktline.errors import TorchVersionError
+from taktline.errors import MismatchError, TorchVersionError
 from taktline.private import lacking
-from taktline.stage.grad_sync.base import GradSync
+from taktline.stage.ddp import DDPSync, GradSync
 
-ParamGroup = Any
-"""Parameters that FSDP communicates together; torch has no public type for such groups."""
+__all__ = ["DDPSync", "FSDPSync", "GradSync", "sync_of"]
 
-
+_FSDP = "FSDP in a pipeline"
 _OFF = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
 """The settings of a group that does not communicate by itself."""
 
 _MANUAL = "manual_backward_finalization"
 """The switch of a root, since torch 2.15, that lets its user end a backward."""
-_FEATURE = "FSDP in a pipeline"
 _OF_STATES = ("_lazy_init", "_state_ctx", "_comm_ctx", "_root_post_backward_final_callback")
 _OF_GROUPS = (*_OFF, "mesh_info", "fsdp_params", "post_backward", "_post_forward_indices")
 
 
+def sync_of(module: nn.Module) -> GradSync | None:
+    """The wrapper that averages the gradients of a module; None for a plain module."""
+
+    def inside(*classes: Any) -> list[nn.Module]:
+        return [each for each in module.modules() if isinstance(each, classes)]
+
+    older = _loaded("torch.distributed._composable.replicate", "DDP")
+    replicated = inside(DistributedDataParallel, older)
+    sharded = inside(_loaded("torch.distributed.fsdp", "FSDPModule"))
+    if inside(_loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
+        raise MismatchError(
+            "FullyShardedDataParallel gathers and reduces by itself, at the wrong time for a "
+            "pipeline; use fully_shard instead"
+        )
+    if replicated and sharded:
+        raise MismatchError(
+            "it contains both DDP and fully_shard; wrap a stage with one of them (a mesh of two "
+            "dimensions makes fully_shard replicate, too)"
+        )
+    if replicated:
+        return DDPSync(replicated)
+    if sharded:
+        return FSDPSync(module)
+    return None
+
+
+def _loaded(module: str, name: str) -> Any:
+    """A class, if its module was imported; before, no object can be an instance."""
+    return getattr(sys.modules.get(module), name, ())
+
+
 class FSDPSync(GradSync):
-    """Stages in, or with parts in, ``fully_shard`` or ``replicate``."""
+    """Stages in, or with parts in, ``fully_shard`` or the ``replicate`` made from it.
+
+    While a stage is gathered, its modules hold the whole parameters, always the same objects, whose
+    gradients add up. A reduction moves these into the ``.grad`` of the sharded parameters, which
+    the optimizer knows. FSDP's own hooks stay: they wait for gathers, cast, and keep gradients in
+    the type of the reduction.
+    """
 
     name = "FSDP"
     shards = True
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        if reason := lacking(FSDPModule, "_get_fsdp_state", feature=_FEATURE):
+        wrapped = _loaded("torch.distributed.fsdp", "FSDPModule")
+        if reason := lacking(wrapped, "_get_fsdp_state", feature=_FSDP):
             raise TorchVersionError(reason)
         # By state: modules that are sharded together share one.
-        units = {m._get_fsdp_state(): m for m in module.modules() if isinstance(m, FSDPModule)}
-        self._units: list[FSDPModule] = list(units.values())
-        self._roots: list[Any] = [m._get_fsdp_state() for m in _outermost(module)]
-        self._groups: list[ParamGroup] = [g for state in units for g in _groups_of(state)]
+        found: list[Any] = [each for each in module.modules() if isinstance(each, wrapped)]
+        units = {each._get_fsdp_state(): each for each in found}
+        self._units = list(units.values())
+        self._roots: list[Any] = [m._get_fsdp_state() for m in _outermost(module, wrapped)]
+        # Groups are parameters that FSDP communicates together.
+        self._groups: list[Any] = [g for state in units for g in _groups_of(state)]
         self._settings: list[dict[str, Any]] = []
         """The settings of each group outside of a step."""
         self._by_hand: list[bool | None] = []
@@ -65,7 +105,7 @@ class FSDPSync(GradSync):
         """The error of FSDP's own set-up, which otherwise runs in the first forward."""
         for owners, names in ((self._roots, _OF_STATES), (self._groups, _OF_GROUPS)):
             for owner in owners:
-                if reason := lacking(owner, *names, feature=_FEATURE):
+                if reason := lacking(owner, *names, feature=_FSDP):
                     return reason
         try:
             for root in self._roots:
@@ -180,20 +220,20 @@ def _keeps_sums(parameter: Any) -> bool:
     return hasattr(parameter, "accumulate_unsharded_grad_if_needed")
 
 
-def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
-    """The outermost wrapped modules."""
-    if isinstance(module, FSDPModule):
+def _outermost(module: nn.Module, kind: type) -> Iterator[Any]:
+    """The outermost modules of a kind."""
+    if isinstance(module, kind):
         yield module
     else:
         for child in module.children():
-            yield from _outermost(child)
+            yield from _outermost(child, kind)
 
 
-def _groups_of(state: Any) -> list[ParamGroup]:
+def _groups_of(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
-    if reason := lacking(state, "_fsdp_param_group", feature=_FEATURE):
+    if reason := lacking(state, "_fsdp_param_group", feature=_FSDP):
         raise TorchVersionError(reason)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 

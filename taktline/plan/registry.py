@@ -11,8 +11,7 @@ from typing import TypeAlias
 
 from taktline.checks import known_keywords, require_callable, require_text, require_whole, shown
 from taktline.errors import ScheduleError
-from taktline.plan.placement import MOST_STAGES, Placement
-from taktline.plan.plan import Plan
+from taktline.plan.plan import MOST_STAGES, Placement, Plan
 from taktline.plan.rows import Rows
 from taktline.text import counted
 
@@ -41,11 +40,16 @@ class NamedSchedule:
 
     def build(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Plan:
         """The plan for these numbers, or a ScheduleError that says what would fit."""
+        fixed, asked = self.stages_per_rank, stages_per_rank
+        if fixed is not None and asked not in (None, fixed):
+            fitting = [name for name in names() if find(name).stages_per_rank in (None, asked)]
+            raise ScheduleError(
+                f"{self.name} runs {counted(fixed, 'stage')} per rank, not {shown(asked)}; with "
+                f"{shown(asked)} there are: {', '.join(fitting)}"
+            )
         ranks = self._count("ranks", ranks, MOST_RANKS)
         microbatches = self._count("microbatches", microbatches)
-        if stages_per_rank is not None:
-            stages_per_rank = self._count("stages_per_rank", stages_per_rank)
-        per_rank = self._stages_per_rank(stages_per_rank)
+        per_rank = self._count("stages_per_rank", fixed or (2 if asked is None else asked))
         stages = self._count("stages", ranks * per_rank, MOST_STAGES)
         self._count("stages × microbatches", stages * microbatches, MOST_FORWARDS)
         placement = self.place(ranks, per_rank)
@@ -55,22 +59,9 @@ class NamedSchedule:
         name = f"{self.name}: {what}"
         return require_whole(name, number, least=1, most=most, error=ScheduleError)
 
-    def _stages_per_rank(self, asked: int | None) -> int:
-        if self.stages_per_rank is None:
-            return 2 if asked is None else asked
-        if asked not in (None, self.stages_per_rank):
-            fitting = ", ".join(
-                name for name in names() if find(name).stages_per_rank in (None, asked)
-            )
-            raise ScheduleError(
-                f"{self.name} runs {counted(self.stages_per_rank, 'stage')} per rank, "
-                f"not {asked}; with {asked} there are: {fitting}"
-            )
-        return self.stages_per_rank
-
 
 _SCHEDULES: dict[str, NamedSchedule] = {}
-"""By each of their names, in plain letters."""
+"""By each of their names, as :func:`_key` writes it."""
 
 
 def register(
@@ -92,24 +83,18 @@ def register(
     [Action(1F0), Action(1B0), Action(1F1), Action(1B1)]
     >>> unregister("one_by_one")
     """
-
-    for alias in (name, *aliases):
-        require_text("the name of a schedule", alias, ScheduleError)
+    keys = [_key(alias) for alias in (name, *aliases)]
     if stages_per_rank is not None:
-        stages_per_rank = require_whole(
-            "stages_per_rank", stages_per_rank, least=1, error=ScheduleError
-        )
+        require_whole("stages_per_rank", stages_per_rank, least=1, error=ScheduleError)
     require_callable("place", place, ScheduleError)
 
     def decorate(generate: Generator) -> Generator:
         require_callable("a schedule", generate, ScheduleError)
+        if taken := [_SCHEDULES[key].name for key in keys if key in _SCHEDULES]:
+            raise ScheduleError(f"a schedule is called {taken[0]!r} already; choose another name")
         summary = (generate.__doc__ or "").strip().partition("\n")[0]
         schedule = NamedSchedule(name, aliases, stages_per_rank, place, generate, summary)
-        for alias in (name, *aliases):
-            if _plain(alias) in _SCHEDULES:
-                taken = _SCHEDULES[_plain(alias)].name
-                raise ScheduleError(f"a schedule is called {alias!r} already: {taken}")
-        _SCHEDULES.update(dict.fromkeys(map(_plain, (name, *aliases)), schedule))
+        _SCHEDULES.update(dict.fromkeys(keys, schedule))
         return generate
 
     return decorate
@@ -123,7 +108,6 @@ def each_rank(rank_rows: Callable[[int, Placement, int], Rows]) -> Generator:
     >>> len(generate(Placement.linear(4), 1))
     4
     """
-
     require_callable("rank_rows", rank_rows, ScheduleError)
 
     @wraps(rank_rows)
@@ -141,8 +125,8 @@ def unregister(name: str) -> None:
     taktline.errors.ScheduleError: no schedule is called 'nonsense'; known are: ...
     """
     schedule = find(name)
-    for alias in set(map(_plain, (schedule.name, *schedule.aliases))):
-        del _SCHEDULES[alias]
+    for key in [key for key, known in _SCHEDULES.items() if known is schedule]:
+        del _SCHEDULES[key]
 
 
 def names() -> list[str]:
@@ -163,13 +147,12 @@ def find(name: str) -> NamedSchedule:
     Traceback (most recent call last):
     taktline.errors.ScheduleError: no schedule is called '1f2b'; did you mean 1f1b? Known are: ...
     """
-    require_text("the name of a schedule", name, ScheduleError)
-    schedule = _SCHEDULES.get(_plain(name))
-    if schedule is None:
-        close = difflib.get_close_matches(_plain(name), _SCHEDULES, n=1, cutoff=0.75)
+    key = _key(name)
+    if key not in _SCHEDULES:
+        close = difflib.get_close_matches(key, _SCHEDULES, n=1, cutoff=0.75)
         hint = f"did you mean {_SCHEDULES[close[0]].name}? Known are" if close else "known are"
         raise ScheduleError(f"no schedule is called {shown(name)}; {hint}: {', '.join(names())}")
-    return schedule
+    return _SCHEDULES[key]
 
 
 @known_keywords
@@ -182,5 +165,7 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
     return find(name).build(ranks, microbatches, stages_per_rank)
 
 
-def _plain(name: str) -> str:
+def _key(name: str) -> str:
+    """A name in plain letters, as torch's class or anyone may write it."""
+    require_text("the name of a schedule", name, ScheduleError)
     return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("schedule")

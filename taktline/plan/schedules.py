@@ -1,0 +1,482 @@
+"""The schedules: for given numbers, the actions of each rank in order.
+
+In their docstrings, p is the number of ranks, r one of them, m the number of micro-batches and v
+the number of stages per rank; F, B, I and W are the times of these actions, M is an activation of a
+stage, and M_w the part of it that W needs. The commands list schedules in the order of this file.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+
+import numpy as np
+
+from taktline.plan.action import Action, Kind
+from taktline.plan.plan import Placement
+from taktline.plan.registry import (
+    NamedSchedule,
+    build,
+    each_rank,
+    find,
+    names,
+    register,
+    unregister,
+)
+from taktline.plan.rows import IntArray, Rows
+
+__all__ = ["NamedSchedule", "build", "each_rank", "find", "names", "register", "unregister"]
+
+
+def in_slots(*parts: tuple[Rows, int]) -> Rows:
+    """Merge sequences that take one slot after the other, each from a slot of its own on.
+
+    Within a slot, the parts run in the order in which they are given.
+
+    >>> forward, backward = Rows.of(Kind.F, 0, range(3)), Rows.of(Kind.B, 0, range(3))
+    >>> " ".join(map(str, in_slots((forward, 0), (backward, 1)).actions()))
+    '0F0 0F1 0B0 0F2 0B1 0B2'
+    """
+    slots = np.concatenate([np.arange(len(rows)) + first for rows, first in parts])
+    rows = Rows.concatenate([rows for rows, _ in parts])
+    return rows[np.argsort(slots, kind="stable")]
+
+
+def rounds(microbatches: int, at_least: int) -> list[IntArray]:
+    """Micro-batches in rounds of at least so many, as even as can be, larger ones first.
+
+    >>> [list(map(int, numbers)) for numbers in rounds(5, at_least=2)]
+    [[0, 1, 2], [3, 4]]
+    """
+    return np.array_split(np.arange(microbatches), max(1, microbatches // at_least))
+
+
+def in_rounds(kind: Kind, stages: tuple[int, ...], rounds: list[IntArray]) -> Rows:
+    """A rank's stages in turn, each for one round of micro-batches before the next takes over.
+
+    >>> rows = in_rounds(Kind.F, (0, 4), rounds(5, at_least=2))
+    >>> " ".join(map(str, rows.actions()))
+    '0F0 0F1 0F2 4F0 4F1 4F2 0F3 0F4 4F3 4F4'
+    """
+    return Rows.concatenate(
+        [Rows.of(kind, stage, numbers) for numbers in rounds for stage in stages]
+    )
+
+
+def play(phases: list[tuple[int, str]], stages: tuple[int, ...]) -> Rows:
+    """Spell out phases: (how often, pattern of kind and chunk), micro-batches counted as they come.
+
+    Chunk c is ``stages[c]``. Every word takes the next micro-batch of its chunk: F the next
+    forward, B and I the next backward, W the next whose I has run; W without a chunk is the oldest
+    I whose W is still to come. ``F0&B1`` is an overlapped pair.
+
+    >>> rows = play([(2, "F0"), (1, "F0&B1"), (1, "I1"), (1, "W")], stages=(0, 3))
+    >>> " ".join(map(str, rows.actions()))
+    '0F0 0F1 (0F2;3B0)OVERLAP_F_B 3I1 3W1'
+    """
+    words = [(times, _words(pattern)) for times, pattern in phases if times > 0]
+    kind, chunk, joined = (
+        np.concatenate(
+            [np.tile([word[field] for word in pattern], times) for times, pattern in words]
+        )
+        for field in range(3)
+    )
+    microbatch = np.empty(len(kind), np.int64)
+    backward = np.isin(kind, (Kind.B, Kind.I))
+    for number in range(len(stages)):
+        of_chunk = chunk == number
+        for group in (kind == Kind.F, backward):
+            microbatch[of_chunk & group] = np.arange(np.count_nonzero(of_chunk & group))
+        started = microbatch[of_chunk & (kind == Kind.I)]
+        weights = of_chunk & (kind == Kind.W)
+        microbatch[weights] = started[: np.count_nonzero(weights)]
+    oldest = np.flatnonzero(chunk < 0)
+    halves = np.flatnonzero(kind == Kind.I)[: len(oldest)]
+    chunk[oldest], microbatch[oldest] = chunk[halves], microbatch[halves]
+    return Rows.of(kind, np.asarray(stages)[chunk], microbatch, joined)
+
+
+def _words(pattern: str) -> list[tuple[int, int, bool]]:
+    """``"F0&B1 W"`` → [(F, 0, joined), (B, 1, not joined), (W, -1, not joined)]."""
+    words = pattern.replace("&", "& ").split()
+    return [(Kind[word[0]], int(word[1:].rstrip("&") or -1), word[-1] == "&") for word in words]
+
+
+@register("forward_only", "inference", stages_per_rank=None)
+@each_rank
+def forward_only(rank: int, placement: Placement, microbatches: int) -> Rows:
+    """All forwards, no backwards: inference and evaluation.
+
+    forward_only: 3 ranks × 1 stage, 4 micro-batches
+    rank 0 │ 0F0 0F1 0F2 0F3
+    rank 1 │     1F0 1F1 1F2 1F3
+    rank 2 │         2F0 2F1 2F2 2F3
+
+    Bubble: (p-1)·F, in times of one stage, with at least p micro-batches.
+    Memory: what one forward needs while it runs.
+    """
+    turns = rounds(microbatches, at_least=placement.ranks)
+    return in_rounds(Kind.F, placement.stages_of(rank), turns)
+
+
+@register("gpipe", stages_per_rank=1)
+@each_rank
+def gpipe(rank: int, placement: Placement, microbatches: int) -> Rows:
+    """All forwards, then all backwards; memory grows with the micro-batches.
+
+    gpipe: 3 ranks × 1 stage, 4 micro-batches
+    rank 0 │ 0F0 0F1 0F2 0F3                         0B0──── 0B1──── 0B2──── 0B3────
+    rank 1 │     1F0 1F1 1F2 1F3             1B0──── 1B1──── 1B2──── 1B3────
+    rank 2 │         2F0 2F1 2F2 2F3 2B0──── 2B1──── 2B2──── 2B3────
+
+    Bubble: (p-1)(F+B).
+    Memory: m activations on every rank, so it grows with the number of micro-batches.
+    Source: arXiv 1811.06965.
+    """
+    numbers = range(microbatches)
+    return Rows.concatenate([Rows.of(Kind.F, rank, numbers), Rows.of(Kind.B, rank, numbers)])
+
+
+@register("1f1b", "one_f_one_b", "pipedream_flush", stages_per_rank=1)
+@each_rank
+def one_f_one_b(rank: int, placement: Placement, microbatches: int) -> Rows:
+    """One forward, one backward in turn; at most p activations on a rank.
+
+    1f1b: 3 ranks × 1 stage, 4 micro-batches
+    rank 0 │ 0F0 0F1 0F2                 0B0──── 0F3 0B1────     0B2────     0B3────
+    rank 1 │     1F0 1F1         1B0──── 1F2 1B1──── 1F3 1B2────     1B3────
+    rank 2 │         2F0 2B0──── 2F1 2B1──── 2F2 2B2──── 2F3 2B3────
+
+    Bubble: (p-1)(F+B).
+    Memory: min(m, p-r) activations on rank r, however many micro-batches there are.
+    Source: PipeDream-Flush, arXiv 2006.09503.
+    """
+    numbers = range(microbatches)
+    return in_slots(
+        (Rows.of(Kind.F, rank, numbers), 0),
+        (Rows.of(Kind.B, rank, numbers), placement.ranks - 1 - rank),
+    )
+
+
+@register("interleaved_1f1b", "interleaved", stages_per_rank=None)
+@each_rank
+def interleaved_1f1b(rank: int, placement: Placement, microbatches: int) -> Rows:
+    """1F1B over several stages per rank: the bubble shrinks by their number.
+
+    interleaved_1f1b: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1 2F0 2F1         2B0────     2B1──── 0B0──── 0B1────
+    rank 1 │     1F0 1F1 3F0 3B0──── 3F1 3B1──── 1B0──── 1B1────
+
+    Micro-batches go in rounds of at least p, as even as possible, so that a round is back at rank 0
+    when rank 0 needs it.
+
+    Bubble: (p-1)(F+B) in times of one stage, which is 1/v of 1F1B's, where m is a multiple of p.
+    Memory: min(v·m, (v-1)·g + 2(p-1-r) + 1) activations of a stage on rank r, for rounds of g.
+    Source: Megatron-LM, arXiv 2104.04473.
+    """
+    ranks, stages = placement.ranks, placement.stages_of(rank)
+    turns = rounds(microbatches, at_least=ranks)
+    warmup = (len(stages) - 1) * len(turns[0]) + 2 * (ranks - 1 - rank)
+    return in_slots(
+        (in_rounds(Kind.F, stages, turns), 0),
+        (in_rounds(Kind.B, stages[::-1], turns), warmup),
+    )
+
+
+@register("looped_bfs", "bfs", "breadth_first", stages_per_rank=None)
+@each_rank
+def looped_bfs(rank: int, placement: Placement, microbatches: int) -> Rows:
+    """All micro-batches stage by stage: fewest parameter gathers, memory as in GPipe.
+
+    looped_bfs: 2 ranks × 2 stages, 3 micro-batches
+    rank 0 │ 0F0 0F1 0F2 2F0 2F1 2F2             2B2──── 2B1──── 2B0──── 0B2──── 0B1──── 0B0────
+    rank 1 │     1F0 1F1 1F2 3F0 3F1 3F2 3B2──── 3B1──── 3B0──── 1B2──── 1B1──── 1B0────
+
+    A stage's parameters are used in one go, so a sharded stage is gathered only twice in a step.
+
+    Bubble: (p-1)(F+B) in times of one stage, with at least p micro-batches.
+    Memory: v·m activations of a stage.
+    Source: arXiv 2211.05953.
+    """
+    stages, all_at_once = placement.stages_of(rank), rounds(microbatches, at_least=microbatches)
+    forward = in_rounds(Kind.F, stages, all_at_once)
+    backward = in_rounds(Kind.B, stages, all_at_once)
+    return Rows.concatenate([forward, backward[::-1]])
+
+
+@register("zb_h1", "zero_bubble_h1", stages_per_rank=1)
+def zb_h1(placement: Placement, microbatches: int) -> list[Rows]:
+    """1F1B with weight gradients in the bubble; no more memory than 1F1B.
+
+    zb_h1: 3 ranks × 1 stage, 4 micro-batches
+    rank 0 │ 0F0 0F1 0F2         0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    rank 1 │     1F0 1F1     1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    rank 2 │         2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+
+    The weights of micro-batch k go into slot k+p-1 on every rank.
+
+    Bubble: (p-1)(F+I-W), where W is no longer than F and I and there are at least p micro-batches.
+    Memory: (p-r)·M + r·M_w on rank r: no more than that of 1F1B.
+    """
+    return interleaved_zero_bubble(placement, microbatches)
+
+
+@register("zb_h2", "zero_bubble_h2", stages_per_rank=1)
+@each_rank
+def zb_h2(rank: int, placement: Placement, microbatches: int) -> Rows:
+    """Zero bubble for twice the memory of 1F1B.
+
+    zb_h2: 3 ranks × 1 stage, 5 micro-batches
+    rank 0 │ 0F0 0F1 0F2 0F3 0F4 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4
+    rank 1 │     1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1I3 1W1 1I4 1W2 1W3 1W4
+    rank 2 │         2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
+
+    As ZB-H1 with twice the warm-up: the weights of micro-batch k go into slot k+2(p-1).
+
+    Bubble: (p-1)(F+I-2W) in each rank's own span, none where F=I=W, with at least 2p-1
+    micro-batches. The ranks start and end one after the other, which helps where no barrier
+    separates two steps.
+    Memory: (2p-2r-1)·M + 2r·M_w on rank r.
+    """
+    numbers, last = range(microbatches), placement.ranks - 1
+    return in_slots(
+        (Rows.of(Kind.F, rank, numbers), 0),
+        (Rows.of(Kind.I, rank, numbers), 2 * (last - rank)),
+        (Rows.of(Kind.W, rank, numbers), 2 * last),
+    )
+
+
+@register("interleaved_zero_bubble", "interleaved_zb", stages_per_rank=None)
+@each_rank
+def interleaved_zero_bubble(rank: int, placement: Placement, microbatches: int) -> Rows:
+    """ZB-H1 over several stages per rank.
+
+    interleaved_zero_bubble: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1 2F0 2F1     2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
+    rank 1 │     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+
+    Bubble: (p-1)(F+I-W) in times of one stage, where W is no longer than F and I and m is a
+    multiple of p.
+    Memory: ((v-1)·g + p-r)·M + r·M_w on rank r, for rounds of g micro-batches.
+    """
+    ranks, stages = placement.ranks, placement.stages_of(rank)
+    turns = rounds(microbatches, at_least=ranks)
+    warmup = (len(stages) - 1) * len(turns[0]) + ranks - 1 - rank
+    return in_slots(
+        (in_rounds(Kind.F, stages, turns), 0),
+        (in_rounds(Kind.I, stages[::-1], turns), warmup),
+        (in_rounds(Kind.W, stages[::-1], turns), warmup + rank),
+    )
+
+
+@register("zbv", "zb_v", "zbv_zero_bubble", stages_per_rank=2, place=Placement.v)
+@each_rank
+def zbv(rank: int, placement: Placement, microbatches: int) -> Rows:
+    """Zero bubble at the memory of 1F1B, with two stages per rank in a V.
+
+    zbv: 2 ranks × 2 stages, 3 micro-batches
+    rank 0 │ 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+    rank 1 │     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+
+    Bubble: none in each rank's own span where F=I=W, with at least 2p-1 micro-batches.
+    Memory: 2p activations of a stage, each half as large as one of 1F1B's p.
+    Source: Zero Bubble, arXiv 2401.10241, section 6.
+    """
+    ranks = placement.ranks
+    count = max(microbatches, 2 * ranks - 1)  # what fills the V; fewer leave gaps in it
+    to_turn = ranks - rank
+    phases = [
+        (2 * to_turn - 1, "F0"),
+        (rank, "F1 F0"),
+        (to_turn, "F1 I1 W1"),
+        (count - 2 * ranks + 1 + rank, "F0 I0 W0 F1 I1 W1"),
+        (to_turn - 1, "I0 W0 F1 I1 W1"),
+        (rank, "I0 I1"),
+        (to_turn, "I0 W0"),
+        (rank, "W1"),
+        (rank, "W0"),
+    ]
+    return play(phases, placement.stages_of(rank)).before(microbatches)
+
+
+@register("dualpipev", "dual_pipe_v", stages_per_rank=2, place=Placement.v)
+@each_rank
+def dualpipev(rank: int, placement: Placement, microbatches: int) -> Rows:
+    """Overlapped forward and backward in a V, so that each hides the other's communication.
+
+    dualpipev: 2 ranks × 2 stages, 4 micro-batches
+    rank 0 │ 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3&3B1────     3F2&0B0──── 3B2────     3F3&0B1──── 3B3 …
+    rank 1 │     1F0 2F0 1F1 2F1 1F2 2B0──── 2F2&1B0──── 1F3&2B1──── 2F3&1B1──── 2B2──── 1B2──── …
+
+    With fewer than 2p micro-batches, the plan is that for 2p without the missing ones.
+
+    Bubble: (p-1)(F&B+B-3W) on the rank at the turn where F=I, F&B being the time of a pair. Other
+    ranks idle less, the more an overlap saves.
+    Memory: 2p+1 activations of a stage.
+    Source: DeepSeek-V3, arXiv 2412.19437.
+    """
+    ranks = placement.ranks
+    count = max(microbatches, 2 * ranks)
+    to_turn, half = ranks - 1 - rank, (rank + 1) // 2
+    steady = count - 2 * ranks + rank + 1
+    at_turn = to_turn == 0  # the turning rank has nothing to hide its first pair behind
+    phases = [
+        (2 * to_turn, "F0"),
+        (rank + 1, "F0 F1"),
+        (to_turn, "I1 W F1"),
+        (at_turn, "F0 B1 F1&B0"),
+        (steady - at_turn, "F0&B1 F1&B0"),
+        (to_turn, "B1 F1&B0"),
+        (half, "B1 B0"),
+        (rank % 2 == 0, "B1 I0"),
+        (half, "I1 I0"),
+        (to_turn, "W I0"),
+        (rank + 1, "W"),
+    ]
+    return play(phases, placement.stages_of(rank)).before(microbatches)
+
+
+_PERIOD = 6  # F, I and W of two stages
+_TURN = 3  # units between F and I of the last stage in the pattern
+
+
+def v_limited(placement: Placement, microbatches: int, limit: int) -> list[Rows]:
+    """All ranks' actions, with at most ``limit`` activations on a rank, from V-Min's number up.
+
+    A plain greedy choice fills the memory with forwards that then wait for one another. So each
+    action gets a due time from a pattern that repeats every period, the work of one micro-batch on
+    a rank. A rank runs what is due first; while that cannot run yet, it does a pending W; failing
+    that, it runs ahead of the pattern, by one period at most. So the pattern is kept where all
+    ranks are busy, and the gaps of warm-up and cool-down are filled.
+
+    The limit holds whatever the actions cost: it follows from the order on each rank alone, where
+    an activation counts from its F to its W. The order never locks up: a rank's first stage leaves
+    room for its second, so the oldest micro-batch under way can always go on.
+    """
+    if limit >= 2 * placement.ranks:
+        return zbv(placement, microbatches)
+    ranks = _Ranks(placement.ranks, microbatches, limit)
+    moved = True
+    while ranks.unfinished():
+        # All ranks choose, then all run. If no rank can move, the pattern is in the way.
+        reach = _PERIOD * ranks.unit if moved else math.inf
+        choices = [(rank, ranks.choose(rank, reach)) for rank in range(placement.ranks)]
+        moves = [(rank, place) for rank, place in choices if place is not None]
+        for rank, place in moves:
+            ranks.run(rank, place)
+        moved = bool(moves)
+    return [Rows.from_actions(actions) for actions in ranks.actions]
+
+
+class _Ranks:
+    """The state of all ranks while the plan is written, tick by tick."""
+
+    def __init__(self, count: int, microbatches: int, limit: int) -> None:
+        self.count, self.microbatches, self.limit = count, microbatches, limit
+        self.actions: list[list[Action]] = [[] for _ in range(count)]
+        # Actions W of each rank whose I has run.
+        self.weights: list[deque[Action]] = [deque() for _ in range(count)]
+        # For each stage, the micro-batches through it and the activations held for it.
+        self.through = {kind: [0] * (2 * count) for kind in (Kind.F, Kind.I)}
+        self.live = [0] * (2 * count)
+
+        # Due times of micro-batch 0, in whole numbers. It moves one rank in a unit on the way down,
+        # and takes somewhat longer on the way up. Both stages of a rank then hold its activations
+        # for 4·count + 2·_TURN units and twice the whole stretch together, which is the memory in
+        # use times the period: the stretch is what the limit leaves over.
+        self.unit = unit = max(1, count - 1)
+        up = unit + max(0, 3 * limit - 2 * count - 4 - _TURN)
+        last = 2 * count - 1
+        at_loss = unit * count + up * (count - 1) + unit * (1 + _TURN)
+        # For each rank its next action of each kind and stage, as (due, tie, kind, stage). Of two
+        # that are due at once, the later in a micro-batch's life goes first.
+        self.queues = [
+            sorted(
+                [
+                    (unit * rank, 3, Kind.F, rank),
+                    (unit * count + up * (count - 1 - rank), 2, Kind.F, last - rank),
+                    (at_loss + unit * rank, 1, Kind.I, last - rank),
+                    (at_loss + unit * count + up * (count - 1 - rank), 0, Kind.I, rank),
+                ]
+            )
+            for rank in range(count)
+        ]
+
+    def unfinished(self) -> bool:
+        return any(self.queues) or any(self.weights)
+
+    def choose(self, rank: int, reach: float) -> int | None:
+        """The place in the rank's queue of what to run now; -1 for a W, None for nothing."""
+        queue, pending = self.queues[rank], self.weights[rank]
+        for place, (due, _, kind, stage) in enumerate(queue):
+            if place and (pending or due - queue[0][0] > reach):
+                break
+            if self._ready(kind, stage):
+                return place
+        return -1 if pending else None
+
+    def _ready(self, kind: Kind, stage: int) -> bool:
+        number, last = self.through[kind][stage], len(self.live) - 1
+        if kind is Kind.I:
+            from_next = stage == last or self.through[Kind.I][stage + 1] > number
+            return from_next and self.through[Kind.F][stage] > number
+        if stage > 0 and self.through[Kind.F][stage - 1] <= number:
+            return False
+        first = stage < self.count  # which leaves room for the rank's second stage
+        on_rank = self.live[stage] + self.live[last - stage]
+        return on_rank < self.limit and not (first and self.live[stage] >= self.limit - 1)
+
+    def run(self, rank: int, place: int) -> None:
+        """Write down the chosen action, and put the next of its kind into the queue."""
+        if place < 0:
+            action = self.weights[rank].popleft()
+            self.live[action.stage] -= 1
+            self.actions[rank].append(action)
+            return
+        due, tie, kind, stage = self.queues[rank].pop(place)
+        number = self.through[kind][stage]
+        self.through[kind][stage] += 1
+        if number + 1 < self.microbatches:
+            insort(self.queues[rank], (due + _PERIOD * self.unit, tie, kind, stage))
+        if kind is Kind.F:
+            self.live[stage] += 1
+        else:
+            self.weights[rank].append(Action(stage, Kind.W, number))
+        self.actions[rank].append(Action(stage, kind, number))
+
+
+@register("v_half", stages_per_rank=2, place=Placement.v)
+def v_half(placement: Placement, microbatches: int) -> list[Rows]:
+    """Half of 1F1B's memory and half of its bubble, with two stages per rank in a V.
+
+    v_half: 4 ranks × 2 stages, 4 micro-batches
+    rank 0 │ 0F0 0F1 0F2                 7F0 7I0 7F1 0F3 7I1 7W0 7F2 7W1 0I0 7I2 0W0 7W2 7F3 7I3 …
+    rank 1 │     1F0 1F1 1F2         6F0     6F1 6I0 6W0 1F3 6F2 6I1 1I0 6W1 1W0 6I2 6F3 6W2 1I1 …
+    rank 2 │         2F0 2F1     5F0 2F2 5F1     5F2 5I0 5W0 2F3 2I0 5I1 2W0 5W1 5F3 5I2 2I1 5W2 …
+    rank 3 │             3F0 4F0 3F1 4F1 3F2 4F2         4I0 3I0 4W0 3F3 3W0 4F3 4I1 3I1 4I2 3I2 …
+
+    Bubble: at most max(0, 6p-3k-1) in each rank's own span, where F=I=W=1 and there are at least 2p
+    micro-batches; 1F1B's is 6(p-1) in these units.
+    Memory: at most k = 2·((p+2)//2) activations of a stage, where 1F1B holds the equal of 2p.
+    Source: Controllable Memory, arXiv 2405.15362.
+    """
+    return v_limited(placement, microbatches, limit=2 * ((placement.ranks + 2) // 2))
+
+
+@register("v_min", stages_per_rank=2, place=Placement.v)
+def v_min(placement: Placement, microbatches: int) -> list[Rows]:
+    """A third of 1F1B's memory and two thirds of its bubble, with two stages per rank in a V.
+
+    v_min: 4 ranks × 2 stages, 4 micro-batches
+    rank 0 │ 0F0 0F1 0F2                 7F0 7I0 7W0         7F1 7I1 7W1 0I0 0W0 0F3     7F2 7I2 …
+    rank 1 │     1F0 1F1             6F0 1F2     6I0 6W0 6F1         1I0 6I1 1W0 6W1 6F2 1F3 1I1 …
+    rank 2 │         2F0 2F1     5F0     5F1         5I0 5W0 2F2 2I0 2W0     5I1 5F2 5W1 2I1 2F3 …
+    rank 3 │             3F0 4F0 3F1 4F1                 4I0 3I0 4W0 3F2 3W0 4F2 4I1 3I1 4W1 3W1 …
+
+    Bubble: at most max(0, 6p-3k-1) in each rank's own span, where F=I=W=1 and there are at least 2p
+    micro-batches; 1F1B's is 6(p-1) in these units.
+    Memory: at most k = 2·((p+4)//3) activations of a stage, where 1F1B holds the equal of 2p.
+    Source: Controllable Memory, arXiv 2405.15362.
+    """
+    return v_limited(placement, microbatches, limit=2 * ((placement.ranks + 4) // 3))
