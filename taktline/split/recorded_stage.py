@@ -165,13 +165,7 @@ class StageRunner:
             Modes.now(_devices_of(tensors)),
             torch.is_inference_mode_enabled(),
         )
-        try:
-            programs = self.programs((key, self._type_of(module), *self.casts.items()))
-        except TypeError as error:
-            raise PartitionError(
-                f"an argument of the model cannot be compared with that of other calls ({error}); "
-                "pass tensors, numbers and texts, also in lists, dicts and dataclasses"
-            ) from None
+        programs = self.programs((key, self._type_of(module), *self.casts.items()))
         for program in programs:
             if program.holds(module, tensors, received):
                 return program, tensors
