@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import combinations, groupby
 from typing import Any
@@ -30,32 +30,10 @@ class OtherTypes(Exception):
     """A unit returns another type than in the record, as one in FSDP does: both types."""
 
 
-class Values(dict[Any, Any]):
-    """The values of a call; also knows the parameters and buffers of the stage."""
-
-    record: Record
-    stage: nn.Module
-
-    def __missing__(self, key: Any) -> torch.Tensor:
-        record = self.record
-        if type(key) is Value:
-            raise PartitionError(
-                f"{record.names[key]} was not made in this call, but in the one that was recorded; "
-                "return it from its submodule in each call"
-            )
-        for name in record.aliases[key.name]:
-            path, _, last = name.rpartition(".")
-            try:
-                return getattr(self.stage.get_submodule(path), last)
-            except AttributeError:
-                continue  # a tied weight, which this stage has under another name
-        raise PartitionError(
-            f"the forward uses {key.name!r}, which is in another stage; call by_names with "
-            "example=, the arguments of the model"
-        )
-
-
-Run = Callable[[Values], None]
+Values = dict[Any, Any]
+"""The tensors of a call, by the values that stand for them."""
+Run = Callable[[Values, nn.Module], None]
+"""A part of a stage: what it makes is put among the values."""
 
 
 class Program:
@@ -78,6 +56,7 @@ class Program:
         self._dropped = [(at, Absent(*record.metas[v])) for at, v in given if v not in (rest or ())]
         written = {memory for step in record.steps for memory in step.writes}
         self._changed = [at for at, value in given if record.memory[value] in written]
+        self._result_states = parts_in(record.result, State)
         result = parts_in(record.result, Value) if self._is_last else ()
         self._runs = self._prepared(plan.steps, {*plan.sent, *result})
         self._guards = self._prepared(plan.guards, set(record.metas))  # which lets go of nothing
@@ -100,6 +79,7 @@ class Program:
         values = self._run(self._runs, stage, received, tensors)
         self.is_checked = True
         if self._is_last:
+            self._find_states(self._result_states, values, stage)
             return filled(self.record.result, values)
         sent = tuple([values[value] for value in self.plan.sent])
         if any(type(tensors[at]) is not Absent for at, _ in self._dropped):
@@ -120,8 +100,7 @@ class Program:
                 )
 
     def _run(self, runs: list[Run], stage: nn.Module, received: Any, tensors: list[Any]) -> Values:
-        values = Values(zip(self.plan.received, received, strict=False))
-        values.record, values.stage = self.record, stage
+        values = dict(zip(self.plan.received, received, strict=False))
         for value, at in self._taken:
             values[value] = tensors[at]
         if not self.is_checked:
@@ -130,8 +109,16 @@ class Program:
             if value in values:
                 values[value] = values[value].clone()
         for run in runs:
-            run(values)
+            run(values, stage)
         return values
+
+    def _find_states(self, states: Sequence[State], values: Values, stage: nn.Module) -> None:
+        """Find parameters and buffers; a tied one has one of its names in this stage."""
+        for state in states:
+            for name in self.record.aliases[state.name]:
+                path, _, last = name.rpartition(".")
+                with suppress(AttributeError):
+                    values[state] = getattr(stage.get_submodule(path), last)
 
     def _check(self, made: Sequence[Value], values: Values) -> None:
         """Raise if values have other types than in the record."""
@@ -197,15 +184,14 @@ class Program:
         runs = self._prepared(steps, later, depth)
 
         def inside(stage: nn.Module, *given: Any) -> tuple[Any, ...]:
-            values = Values(zip(needs, given, strict=True))
-            values.record, values.stage = self.record, stage
+            values = dict[Any, Any](zip(needs, given, strict=True))
             for run in runs:
-                run(values)
+                run(values, stage)
             return tuple([values[value] for value in returned])
 
-        def run_region(values: Values) -> None:
+        def run_region(values: Values, stage: nn.Module) -> None:
             found = checkpoint(
-                inside, values.stage, *[values[value] for value in needs],
+                inside, stage, *[values[value] for value in needs],
                 use_reentrant=False, preserve_rng_state=region.preserves_rng,
             )  # fmt: skip
             values.update(zip(returned, found, strict=True))
@@ -219,19 +205,21 @@ class Program:
         function, given, expected = step.target, (step.args, step.kwargs), step.output
         is_unit, is_read = step.kind is Kind.UNIT, step.kind is Kind.READ
         is_guard = is_read and step in self.plan.guards
-        keys = function.split(".") if is_unit else ()
+        keys, states = function.split(".") if is_unit else (), step.states
         places, constants = ([], []) if is_read else _places(expected)
         done = [value for value in {*step.reads, *step.makes} if value not in later]
         noted = [extra for extra in step.extras if extra.call is not None]
         left = [extra for extra in step.extras if extra.call is None]
 
-        def run(values: Values) -> None:
-            target: Any = values.stage if is_unit else function
+        def run(values: Values, stage: nn.Module) -> None:
+            target: Any = stage if is_unit else function
             for key in keys:
                 target = target._modules[key]
+            if states:
+                self._find_states(states, values, stage)
             args, kwargs = filled(given, values)
             if noted:
-                with _noting(target, noted, values):
+                with _noting(target, step, noted, values):
                     output = target(*args, **kwargs)
             else:
                 output = target(*args, **kwargs)
@@ -258,12 +246,12 @@ class Program:
         paths = [step.target.split(".") for step in steps]
         (first,), last = steps[0].args, steps[-1].output
 
-        def run_chain(values: Values) -> None:
+        def run_chain(values: Values, stage: nn.Module) -> None:
             if not self.is_checked:
                 for run in runs:
-                    run(values)
+                    run(values, stage)
                 return
-            stage, x = values.stage, values.pop(first)
+            x = values.pop(first)
             for path in paths:
                 target: Any = stage
                 for key in path:
@@ -325,11 +313,13 @@ def _memory_of(tensor: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata} if isinstance(tensor, torch.Tensor) else set()
 
 
-def _run_in(modes: Modes, outer: Modes, runs: Sequence[Run], values: Values) -> None:
+def _run_in(
+    modes: Modes, outer: Modes, runs: Sequence[Run], values: Values, stage: nn.Module
+) -> None:
     """Run steps in other modes of torch than the forward was called in."""
     with modes.instead_of(outer):
         for run in runs:
-            run(values)
+            run(values, stage)
 
 
 def _differs(step: Step, found: Any) -> PartitionError:
@@ -356,7 +346,7 @@ def _inside(unit: nn.Module, path: str) -> nn.Module:
 
 
 @contextmanager
-def _noting(unit: nn.Module, extras: Sequence[Extra], values: Values) -> Iterator[None]:
+def _noting(unit: nn.Module, step: Step, extras: Sequence[Extra], values: Values) -> Iterator[None]:
     """Note outputs of modules inside of a unit, as values."""
     calls: Counter[str] = Counter()
 
@@ -371,3 +361,10 @@ def _noting(unit: nn.Module, extras: Sequence[Extra], values: Values) -> Iterato
             handle = _inside(unit, path).register_forward_hook(partial(note, path))
             stack.callback(handle.remove)
         yield
+    for extra in extras:
+        if extra.value not in values:
+            raise PartitionError(
+                f"{step.line} uses the output of {extra.module!r} in {step.target!r}, which was "
+                "not called this time, but when the forward was recorded; return it from "
+                f"{step.target!r} in each call"
+            )

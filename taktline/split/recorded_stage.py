@@ -159,12 +159,10 @@ class StageRunner:
     ) -> tuple[Program, list[Any]]:
         """What to run for a call, and the tensors in its arguments."""
         tensors: list[Any] = []
-        key = (
-            key_of(call, tensors),
-            module.training,
-            Modes.now(_devices_of(tensors)),
-            torch.is_inference_mode_enabled(),
-        )
+        kind = key_of(call, tensors)
+        devices = _devices_of(tensors)
+        modes, is_inference = Modes.now(devices), torch.is_inference_mode_enabled()
+        key = (kind, module.training, modes, is_inference)
         programs = self.programs((key, self._type_of(module), *self.casts.items()))
         for program in programs:
             if program.holds(module, tensors, received):
