@@ -21,11 +21,14 @@ def key_of(value: Any, tensors: list[Any], depth: int = 0) -> Any:
     Without pytree where possible: this runs in each call.
     """
     kind = type(value)
+    if kind is Absent or kind is torch.Tensor:
+        tensors.append(value)
+        return (value.shape, value.dtype)
     if kind is tuple or kind is list:
         return (kind, *[key_of(part, tensors, depth + 1) for part in value])
     if kind is dict:
         return (kind, *[(key, key_of(part, tensors, depth + 1)) for key, part in value.items()])
-    if kind is Absent or isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):
         tensors.append(value)
         return (value.shape, value.dtype)
     if value is None or isinstance(value, _CONSTANTS):

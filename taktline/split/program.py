@@ -218,6 +218,7 @@ class Program:
             if states:
                 self._find_states(states, values, stage)
             args, kwargs = filled(given, values)
+            before = [_attribute(target, extra) for extra in left]
             if noted:
                 with _noting(target, step, noted, values):
                     output = target(*args, **kwargs)
@@ -229,11 +230,12 @@ class Program:
                 _require_constants(step, output, constants)
             for value, path in places:
                 values[value] = at_path(output, path)
-            for extra in left:
-                source: Any = (args, kwargs)
-                if extra.module is not None:
-                    source = _inside(target, extra.module)
-                values[extra.value] = at_path(source, extra.path)
+            for extra, old in zip(left, before, strict=True):
+                is_given = extra.module is None
+                new = at_path((args, kwargs), extra.path) if is_given else _attribute(target, extra)
+                if new is None or new is old:
+                    raise _kept(step, extra)
+                values[extra.value] = new
             if is_unit and not self.is_checked:
                 self._check(step.makes, values)
             for value in done:
@@ -335,6 +337,23 @@ def _same(found: Any, expected: Any) -> bool:
         return bool(found == expected)
     except Exception:  # arrays, which compare element by element
         return bool((found == expected).all())
+
+
+def _attribute(unit: Any, extra: Extra) -> Any:
+    """What an attribute in a unit is now; None for arguments, and if it is not there."""
+    try:
+        return None if extra.module is None else at_path(_inside(unit, extra.module), extra.path)
+    except (LookupError, AttributeError):
+        return None
+
+
+def _kept(step: Step, extra: Extra) -> PartitionError:
+    name = ".".join(str(key) for _, key in extra.path)
+    return PartitionError(
+        f"{step.target!r} ({step.line}) has not set {name!r} in this call, but when the forward "
+        "was recorded; if the forward itself empties it, let the submodule do so, or return the "
+        "tensor from it"
+    )
 
 
 def _inside(unit: nn.Module, path: str) -> nn.Module:

@@ -112,7 +112,7 @@ class StageRunner:
 
     def __init__(self, cut: CutModel, stage: int) -> None:
         self.cut, self.stage = cut, stage
-        self.programs: Callable[[Any], list[Program]] = lru_cache(KINDS)(lambda kind: [])
+        self.programs = lru_cache(KINDS)(_no_programs)
         self.casts: dict[torch.dtype, torch.dtype] = {}
         """The types that units return, where they differ from those of the record."""
         self.lead: tuple[str, ...] = ()
@@ -139,6 +139,7 @@ class StageRunner:
             if self.casts.get(recorded) is found:
                 raise
             self.casts = {**self.casts, recorded: found}
+            self.programs.cache_clear()
         return self.run(module, args, kwargs)
 
     def _received(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Call]:
@@ -159,15 +160,19 @@ class StageRunner:
     ) -> tuple[Program, list[Any]]:
         """What to run for a call, and the tensors in its arguments."""
         tensors: list[Any] = []
-        kind = key_of(call, tensors)
-        devices = _devices_of(tensors)
-        modes, is_inference = Modes.now(devices), torch.is_inference_mode_enabled()
-        key = (kind, module.training, modes, is_inference)
-        programs = self.programs((key, self._type_of(module), *self.casts.items()))
+        kind, training = key_of(call, tensors), module.training
+        devices, is_inference = _devices_of(tensors), torch.is_inference_mode_enabled()
+        programs = self.programs(
+            (
+                *(kind, training, is_inference, torch.is_grad_enabled(), self._type_of(module)),
+                *[torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in devices],
+            )
+        )
         for program in programs:
             if program.holds(module, tensors, received):
                 return program, tensors
         with self.cut.lock:
+            key = (kind, training, Modes.now(devices), is_inference)
             program = self._learn(module, key, (call, tensors, received))
             programs.append(program)
             del programs[:-KINDS]
@@ -196,6 +201,10 @@ class StageRunner:
         for each in path:
             holder = holder._modules[each]
         return holder._parameters[key].dtype
+
+
+def _no_programs(_: Any) -> list[Program]:
+    return []
 
 
 def _devices_of(tensors: Sequence[Any]) -> tuple[str, ...]:

@@ -396,6 +396,29 @@ def test_numbers_that_units_return(block: Any) -> None:
     refused(lambda: Net(numbers, pair(block)), text, X)
 
 
+class Collects(nn.Linear):
+    """Adds to a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.losses: list[Tensor] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.losses.append(input.square().mean())
+        return super().forward(input)
+
+
+def test_a_list_of_a_unit_that_the_forward_empties() -> None:
+    def body(self: Any, x: Tensor) -> Any:
+        x = self.run(self.embed(x))
+        losses = [loss for block in self.blocks for loss in block.losses]
+        for block in self.blocks:
+            block.losses.clear()
+        return x, sum(losses)
+
+    refused(lambda: Net(body, Collects), r"'blocks\.0' .* has not set 'losses\.0' in this call", X)
+
+
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x[0]])
 def test_an_argument_in_the_memory_of_one_that_is_changed(view: Callable[[Tensor], Tensor]) -> None:
     def body(self: Any, x: Tensor, other: Tensor) -> Tensor:
