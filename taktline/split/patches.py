@@ -52,7 +52,8 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
         raise TorchVersionError(reason)
     function, checkpoints = torch.autograd.Function, vars(torch_checkpoint)
     before_apply = inspect.getattr_static(function, "apply")
-    before_region, before_setting = checkpoints[_GENERATOR], nn.Module.__setattr__
+    name = next(each for each in (f"{_GENERATOR}_impl", _GENERATOR) if each in checkpoints)
+    before_region, before_setting = checkpoints[name], nn.Module.__setattr__
     before_saving, before_removing = saved_tensors_hooks.__enter__, RemovableHandle.remove
 
     def calling(before: Any) -> Any:
@@ -103,7 +104,7 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
         stack.enter_context(replaced(saved_tensors_hooks, __enter__=saving))
         stack.enter_context(replaced(RemovableHandle, remove=removing))
         stack.enter_context(replaced(function, apply=classmethod(apply)))
-        stack.enter_context(replaced(torch_checkpoint, **{_GENERATOR: region}))
+        stack.enter_context(replaced(torch_checkpoint, **{name: region}))
         # What torch writes of operations that cannot run without data.
         stack.enter_context(replaced(logging.getLogger(_LOG), disabled=True))
         stack.enter_context(RecordedAside(recorder))
