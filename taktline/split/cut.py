@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from taktline.errors import PartitionError
-from taktline.split.nested import parts_in
-from taktline.split.steps import Cut, Kind, Record, State, Step, Value
+from taktline.split.nested import State, Value, parts_in
+from taktline.split.steps import Cut, Kind, Record, Step
 
 
 @dataclass(eq=False)

@@ -78,6 +78,8 @@ class EmptyModel:
         insides = tuple(f"{name}." for name in units)
         self.own = [name for name in (*parameters, *buffers) if not name.startswith(insides)]
         """The parameters and buffers that are in no unit."""
+        self.seen: set[int] = set()
+        """The lines of forwards that were recorded twice."""
         self.retyped = 0
         """How often the types of tensors have changed."""
 

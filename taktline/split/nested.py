@@ -1,14 +1,17 @@
-"""Nested values: containers, and objects of users' classes, with tensors in them.
+"""Nested values: containers, and objects of users' classes, with tensors in them; and templates.
 
 Beside the containers that pytree knows, an object with attributes counts as a container if there is
-a tensor in it: a dataclass, a cache of keys and values, a state that blocks hand on.
+a tensor in it: a dataclass, a cache of keys and values, a state that blocks hand on. A template
+describes a nested value, with values in the places of its tensors; what is one object in it, or
+refers to itself, is so in what is made of it, too.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,45 +25,89 @@ Part = TypeVar("Part")
 Path = tuple[tuple[str, Any], ...]
 """The place of a part: for each container around it, how to get into it, and the key."""
 
+
+class Value(NamedTuple):
+    """A tensor of the forward: an argument of the model, or what a step makes."""
+
+    number: int
+
+
+class State(NamedTuple):
+    """A parameter or buffer of the model that the forward itself uses."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Sent instead of an argument of the model whose data no later stage needs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+pytree.register_own(
+    Absent,
+    lambda absent: ([], [absent.dtype, *absent.shape]),
+    lambda _, context: Absent(tuple(context[1:]), context[0]),
+)
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """In a template: an object of a user's class, or a container that pytree knows."""
+
+    kind: type
+    spec: Any = None
+    """Of a container: its structure."""
+    parts: Any = None
+    """Attributes by their names; of a container, a list."""
+
+
+_LEAVES = (torch.Tensor, Absent)
+_PLAIN = (tuple, list, dict, slice)
 _FILLED_BY_UNITS = (defaultdict, deque, OrderedDict)
 """What is made anew in each call, also if it is empty, since a unit may add to it."""
 _NO_OBJECTS = (
     *(type(None), bool, int, float, complex, str, bytes, type, dict, list, tuple, deque),
-    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
+    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType, Absent, Node),
     *(nn.Module, torch.Tensor, torch.Generator),
 )
 
 
-class Object(NamedTuple):
-    """An object of a user's class, as its attributes."""
-
-    kind: type
-    attributes: dict[str, Any]
-
-    def build(self) -> Any:
-        """A new object with these attributes."""
-        new: Any = self.kind.__new__
-        made = new(self.kind)
-        vars(made).update(self.attributes)
-        return made
-
-
-class Node(NamedTuple):
-    """A container that pytree knows, as its parts."""
-
-    spec: Any
-    parts: list[Any]
-
-    def build(self) -> Any:
-        """A new container with these parts."""
-        return pytree.tree_unflatten(self.parts, self.spec)
-
-
 def is_object(value: Any) -> bool:
     """Whether a value is an object of Python code with attributes."""
-    if isinstance(value, _NO_OBJECTS) or not hasattr(value, "__dict__"):
+    kind = type(value)
+    if isinstance(value, _NO_OBJECTS) or kind.__module__.split(".")[0] in _NOT_OF_USERS:
         return False
-    return type(value).__module__.split(".")[0] not in ("torch", "builtins", "functools", "enum")
+    if hasattr(value, "__dict__"):
+        return True
+    # Others compare by what is in them, such as a path.
+    return bool(_slots_of(kind)) and (
+        is_dataclass(kind) or kind.__hash__ in (object.__hash__, None)
+    )
+
+
+_NOT_OF_USERS = ("torch", "builtins", "functools", "enum")
+
+
+def _slots_of(kind: type) -> list[str]:
+    members = (pair for each in kind.__mro__ if each is not object for pair in vars(each).items())
+    found = [name for name, member in members if isinstance(member, MemberDescriptorType)]
+    return [name for name in found if name != "__dict__"]
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, also those in slots."""
+    slots = {n: getattr(value, n) for n in _slots_of(type(value)) if hasattr(value, n)}
+    return {**getattr(value, "__dict__", {}), **slots}
+
+
+def _set(value: Any, key: str, part: Any) -> None:
+    if isinstance(getattr(type(value), key, None), MemberDescriptorType):
+        object.__setattr__(value, key, part)  # also of a frozen one
+    else:
+        vars(value)[key] = part
 
 
 def children_of(value: Any) -> list[tuple[tuple[str, Any], Any]] | None:
@@ -72,7 +119,7 @@ def children_of(value: Any) -> list[tuple[tuple[str, Any], Any]] | None:
     if type(value) is slice:
         return [(("attribute", name), getattr(value, name)) for name in ("start", "stop", "step")]
     if is_object(value):
-        return [(("attribute", name), part) for name, part in vars(value).items()]
+        return [(("attribute", name), part) for name, part in attributes_of(value).items()]
     return None
 
 
@@ -100,42 +147,90 @@ def at_path(value: Any, path: Path) -> Any:
 
 
 def mapped(
-    value: Any, change: Callable[[torch.Tensor], Any], opened: dict[int, Any] | None = None
+    value: Any,
+    change: Callable[[Any], Any],
+    opened: Collection[int] = (),
+    made: dict[int, Any] | None = None,
 ) -> Any:
-    """A copy of a nested value with tensors replaced, or the value itself if there are none.
+    """The template of a nested value, with its tensors replaced.
 
-    Objects become :class:`Object`, and containers of pytree :class:`Node`, if they have tensors, or
-    if their ids are ``opened``, which notes what they became.
+    Objects and containers of pytree are left as they are if there are no tensors in them, unless
+    their ids are ``opened``.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, _LEAVES):
         return change(value)
-    kind, children, opened = type(value), children_of(value), opened or {}
-    if opened.get(id(value)) is not None:
-        return opened[id(value)]
-    is_plain, is_opened = kind in (dict, list, tuple, slice), id(value) in opened
-    is_filled = is_plain or is_opened or kind in _FILLED_BY_UNITS
-    if children is None or not (is_filled or all_tensors(value)):
+    kind, children = type(value), children_of(value)
+    if isinstance(value, Iterator):
+        raise _refused(kind, "is used up by a call, and stages make theirs anew; pass a list")
+    is_made = kind in _PLAIN or kind in _FILLED_BY_UNITS or id(value) in opened
+    if children is None or not (is_made or any(isinstance(p, _LEAVES) for _, p in walk(value))):
         return value
-    if not is_plain and (kind in pytree.SUPPORTED_NODES or isinstance(value, tuple)):
+    made = {} if made is None else made
+    if id(value) in made:
+        if made[id(value)] is None:
+            raise _refused(kind, "refers to itself; let a list, dict or object do so")
+        return made[id(value)]
+
+    def part_of(part: Any) -> Any:
+        return mapped(part, change, opened, made)
+
+    made[id(value)] = None
+    if kind is slice or kind is tuple:
+        parts = [part_of(part) for _, part in children]
+        made[id(value)] = slice(*parts) if kind is slice else tuple(parts)
+    elif kind is list:
+        made[id(value)] = template = []
+        template.extend(part_of(part) for part in value)
+    elif kind is dict:
+        made[id(value)] = template = {}
+        template.update((key, part_of(part)) for key, part in value.items())
+    elif kind in pytree.SUPPORTED_NODES or isinstance(value, tuple):
         parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
-        if not spec.is_leaf():
-            return Node(spec, [mapped(part, change, opened) for part in parts])
-    if not is_plain and not is_object(value):
-        raise PartitionError(
-            f"{line_of_user()}: {kind.__name__} is a container of its own kind with tensors in it; "
-            "register it with torch.utils._pytree.register_pytree_node"
-        )
-    if is_opened:
-        opened[id(value)] = value  # in itself
-    parts = [mapped(part, change, opened) for _, part in children]
-    if kind is slice:
-        return slice(*parts)
-    if kind is list or kind is tuple:
-        return kind(parts)
-    named = {key: part for ((_, key), _), part in zip(children, parts, strict=True)}
-    if is_opened:
-        opened[id(value)] = Object(kind, named)
-    return named if kind is dict else Object(kind, named)
+        made[id(value)] = Node(kind, spec, [part_of(part) for part in parts])
+    elif is_object(value):
+        made[id(value)] = node = Node(kind)
+        node.parts = {key: part_of(part) for (_, key), part in children}
+    else:
+        how = "register it with torch.utils._pytree.register_pytree_node"
+        raise _refused(kind, f"is a container of its own kind with tensors in it; {how}")
+    return made[id(value)]
+
+
+def _refused(kind: type, what: str) -> PartitionError:
+    return PartitionError(f"{line_of_user()}: {kind.__name__} {what}")
+
+
+def filled(template: Any, values: Mapping[Any, Any], made: dict[int, Any] | None = None) -> Any:
+    """The nested value that a template describes."""
+    kind = type(template)
+    if kind is Value or kind is State:
+        return values[template]
+    if kind is not Node and kind not in _PLAIN:
+        return template
+    made = {} if made is None else made
+    if id(template) in made:
+        return made[id(template)]
+    if kind is list:
+        made[id(template)] = result = []
+        result.extend([filled(part, values, made) for part in template])
+    elif kind is dict:
+        made[id(template)] = result = {}
+        result.update({key: filled(part, values, made) for key, part in template.items()})
+    elif kind is tuple:
+        result = tuple([filled(part, values, made) for part in template])
+    elif kind is slice:
+        parts = (template.start, template.stop, template.step)
+        result = slice(*[filled(part, values, made) for part in parts])
+    elif template.spec is None:
+        new: Any = template.kind.__new__
+        made[id(template)] = result = new(template.kind)
+        for key, part in template.parts.items():
+            _set(result, key, filled(part, values, made))
+    else:
+        parts = [filled(part, values, made) for part in template.parts]
+        result = pytree.tree_unflatten(parts, template.spec)
+    made[id(template)] = result
+    return result
 
 
 def swapped(
@@ -158,19 +253,25 @@ def swapped(
     seen.add(id(value))
     for (how, key), old in children:
         new = swapped(old, change, seen)
-        if new is not old:
-            (value if how == "item" else vars(value))[key] = new
+        if new is old:
+            continue
+        if how == "item":
+            value[key] = new
+        else:
+            _set(value, key, new)
     return value
 
 
-def parts_in(template: Any, kind: type[Part]) -> list[Part]:
-    """The parts of some kind in a nested value that :func:`mapped` has returned."""
-    if type(template) is kind:
+def parts_in(template: Any, kind: type[Part], around: tuple[int, ...] = ()) -> list[Part]:
+    """The parts of some kind in a template; ``around`` are the containers that it is in."""
+    if isinstance(template, kind):
         return [template]
-    if isinstance(template, slice):
+    if type(template) not in (*_PLAIN, Node) or id(template) in around:
+        return []
+    around = (*around, id(template))
+    if type(template) is Node:
+        template = template.parts
+    if type(template) is slice:
         template = (template.start, template.stop, template.step)
-    if isinstance(template, dict):
-        template = tuple(template.values())
-    if isinstance(template, (tuple, list)):
-        return [found for part in template for found in parts_in(part, kind)]
-    return []
+    parts = template.values() if isinstance(template, dict) else template
+    return [found for part in parts for found in parts_in(part, kind, around)]

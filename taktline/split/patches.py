@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from taktline.errors import TorchVersionError
 from taktline.private import missing, private
 from taktline.side_values import Aside, current_aside
 
+_REGISTER = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
 _LOG = "torch._subclasses.fake_tensor"
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _generator = private(
@@ -54,7 +57,9 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
         raise TorchVersionError(reason)
     function, checkpoints = torch.autograd.Function, vars(torch_checkpoint)
     before_apply = inspect.getattr_static(function, "apply")
-    before_region = checkpoints[_GENERATOR]
+    name = next(each for each in (f"{_GENERATOR}_impl", _GENERATOR) if each in checkpoints)
+    before_region, before_setting = checkpoints[name], nn.Module.__setattr__
+    before_saving, before_removing = saved_tensors_hooks.__enter__, RemovableHandle.remove
 
     def calling(before: Any) -> Any:
         return lambda self, *args, **kwargs: recorder.module(self, before, args, kwargs)
@@ -74,12 +79,37 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
         with recorder.region(bool(given.get("preserve_rng_state", True))):
             yield
 
+    def saving(self: Any) -> None:
+        if recorder.is_recording:
+            recorder.refuse(
+                "lets autograd save other tensors (saved_tensors_hooks, save_on_cpu), which its "
+                "stages would not do; use it inside of a submodule"
+            )
+        before_saving(self)
+
+    def removing(self: Any) -> None:
+        if id(self) in recorder.handles:
+            recorder.refuse("removes a hook of a tensor, which its stages would keep")
+        before_removing(self)
+
+    def setting(self: Any, key: str, value: Any) -> None:
+        recorder.attribute(self, key, value)
+        before_setting(self, key, value)
+
+    def registering(name: str) -> Any:
+        before = vars(nn.Module)[name]
+        return lambda self, hook, **kw: before(self, recorder.hook(self, hook), **kw)
+
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     with ExitStack() as stack:
         for kind in (kind for kind in kinds if "__call__" in vars(kind)):
             stack.enter_context(replaced(kind, __call__=calling(vars(kind)["__call__"])))
+        hooks = {name: registering(name) for name in _REGISTER}
+        stack.enter_context(replaced(nn.Module, __setattr__=setting, **hooks))
+        stack.enter_context(replaced(saved_tensors_hooks, __enter__=saving))
+        stack.enter_context(replaced(RemovableHandle, remove=removing))
         stack.enter_context(replaced(function, apply=classmethod(apply)))
-        stack.enter_context(replaced(torch_checkpoint, **{_GENERATOR: region}))
+        stack.enter_context(replaced(torch_checkpoint, **{name: region}))
         # What torch writes of operations that cannot run without data.
         stack.enter_context(replaced(logging.getLogger(_LOG), disabled=True))
         stack.enter_context(RecordedAside(recorder))
@@ -110,7 +140,10 @@ class RecordedAside(Aside):
         if self._recorder.is_recording:
             return self._recorder.function(call_aside, (method, *args), {})
         found = getattr(super(), method)(*args)
-        return found.view_as(found) if method == "get" else found
+        if method != "get":
+            return found
+        self._recorder.shared.add(id(found))
+        return found.view_as(found)
 
 
 def call_aside(method: str, *args: Any) -> Any:

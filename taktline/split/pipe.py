@@ -25,15 +25,14 @@ from taktline.meta import as_arguments
 from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.by_names import arguments_of_forward, as_call, stages_of, without_compiler
 from taktline.split.empty_model import EmptyModel
-from taktline.split.nested import parts_in
+from taktline.split.nested import Value, parts_in
 from taktline.split.on_meta import materialise
 from taktline.split.patches import recording
 from taktline.split.record import record_twice
 from taktline.split.recorded_stage import CutModel
-from taktline.split.recorder import name_of
+from taktline.split.recorder import PIPE_SPLIT, name_of
 from taktline.split.stages import require_stage
-from taktline.split.steps import Cut, Kind, Record, Step, Value
-from taktline.split.torch_functions import PIPE_SPLIT
+from taktline.split.steps import Cut, Kind, Record, Step
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import declared
 from taktline.text import counted, did_you_mean

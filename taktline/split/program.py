@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import groupby
+from itertools import combinations, groupby
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from taktline.errors import PartitionError
 from taktline.split.arguments import Call
 from taktline.split.cut import StagePlan
-from taktline.split.kinds import Absent
-from taktline.split.nested import Node, Object, Path, at_path, parts_in, walk
-from taktline.split.steps import Extra, Kind, Modes, Record, Region, State, Step, Value
+from taktline.split.nested import Absent, Path, State, Value, at_path, filled, parts_in, walk
+from taktline.split.steps import Extra, Kind, Modes, Record, Region, Step
 from taktline.split.without_data import has_data
 from taktline.stage.names import unwrapped
 
@@ -31,32 +30,10 @@ class OtherTypes(Exception):
     """A unit returns another type than in the record, as one in FSDP does: both types."""
 
 
-class Values(dict[Any, Any]):
-    """The values of a call; also knows the parameters and buffers of the stage."""
-
-    record: Record
-    stage: nn.Module
-
-    def __missing__(self, key: Any) -> torch.Tensor:
-        record = self.record
-        if type(key) is Value:
-            raise PartitionError(
-                f"{record.names[key]} was not made in this call, but in the one that was recorded; "
-                "return it from its submodule in each call"
-            )
-        for name in record.aliases[key.name]:
-            path, _, last = name.rpartition(".")
-            try:
-                return getattr(self.stage.get_submodule(path), last)
-            except AttributeError:
-                continue  # a tied weight, which this stage has under another name
-        raise PartitionError(
-            f"the forward uses {key.name!r}, which is in another stage; call by_names with "
-            "example=, the arguments of the model"
-        )
-
-
-Run = Callable[[Values], None]
+Values = dict[Any, Any]
+"""The tensors of a call, by the values that stand for them."""
+Run = Callable[[Values, nn.Module], None]
+"""A part of a stage: what it makes is put among the values."""
 
 
 class Program:
@@ -77,6 +54,9 @@ class Program:
         given = list(enumerate(self._given))
         self._taken = [(v, at) for at, v in given if v in plan.arguments or v in plan.first]
         self._dropped = [(at, Absent(*record.metas[v])) for at, v in given if v not in (rest or ())]
+        written = {memory for step in record.steps for memory in step.writes}
+        self._changed = [at for at, value in given if record.memory[value] in written]
+        self._result_states = parts_in(record.result, State)
         result = parts_in(record.result, Value) if self._is_last else ()
         self._runs = self._prepared(plan.steps, {*plan.sent, *result})
         self._guards = self._prepared(plan.guards, set(record.metas))  # which lets go of nothing
@@ -94,9 +74,12 @@ class Program:
         self, stage: nn.Module, received: tuple[Any, ...], call: Call, tensors: list[Any]
     ) -> Any:
         """Run the stage; the first time, compare types."""
+        if self._changed:
+            self._require_own_memory(tensors)
         values = self._run(self._runs, stage, received, tensors)
         self.is_checked = True
         if self._is_last:
+            self._find_states(self._result_states, values, stage)
             return filled(self.record.result, values)
         sent = tuple([values[value] for value in self.plan.sent])
         if any(type(tensors[at]) is not Absent for at, _ in self._dropped):
@@ -105,9 +88,19 @@ class Program:
             call = filled(self.record.given, dict(zip(self._given, tensors, strict=True)))
         return (sent, *call)
 
+    def _require_own_memory(self, tensors: list[Any]) -> None:
+        """Raise if an argument that is changed in place is in the memory of another one."""
+        for one, other in combinations(range(len(tensors)), 2):
+            is_changed = one in self._changed or other in self._changed
+            if is_changed and _memory_of(tensors[one]) & _memory_of(tensors[other]):
+                raise PartitionError(
+                    "the forward changes an argument of the model in place, but arguments "
+                    f"{one} and {other} are the same tensor, or views of one; pass a copy "
+                    "(x.clone())"
+                )
+
     def _run(self, runs: list[Run], stage: nn.Module, received: Any, tensors: list[Any]) -> Values:
-        values = Values(zip(self.plan.received, received, strict=False))
-        values.record, values.stage = self.record, stage
+        values = dict(zip(self.plan.received, received, strict=False))
         for value, at in self._taken:
             values[value] = tensors[at]
         if not self.is_checked:
@@ -116,8 +109,16 @@ class Program:
             if value in values:
                 values[value] = values[value].clone()
         for run in runs:
-            run(values)
+            run(values, stage)
         return values
+
+    def _find_states(self, states: Sequence[State], values: Values, stage: nn.Module) -> None:
+        """Find parameters and buffers; a tied one has one of its names in this stage."""
+        for state in states:
+            for name in self.record.aliases[state.name]:
+                path, _, last = name.rpartition(".")
+                with suppress(AttributeError):
+                    values[state] = getattr(stage.get_submodule(path), last)
 
     def _check(self, made: Sequence[Value], values: Values) -> None:
         """Raise if values have other types than in the record."""
@@ -141,12 +142,35 @@ class Program:
                 found.append(self._checkpointed(region[0], group, later, depth + 1))
                 later.update(value for step in group for value in step.reads)
                 continue
-            runs: list[Run] = []
-            for step in reversed(group):
-                runs.append(self._step(step, later))
-                later.update(step.reads)
+            runs = self._in_one_mode(group, later)
             outer = self.record.modes
-            found += runs if modes == outer else [partial(_run_in, modes, outer, runs[::-1])]
+            found += runs[::-1] if modes == outer else [partial(_run_in, modes, outer, runs)]
+        return found[::-1]
+
+    def _in_one_mode(self, steps: Sequence[Step], later: set[Value]) -> list[Run]:
+        """Functions that run steps; adds what they need to what is used later."""
+        found: list[Run] = []
+        chain: list[tuple[Step, Run]] = []
+
+        def close() -> None:
+            chained = chain[::-1]
+            if len(chained) > 1:
+                found.append(self._chain(*map(list, zip(*chained, strict=True))))
+            else:
+                found.extend(run for _, run in chained)
+            chain.clear()
+
+        for step in reversed(steps):
+            is_link = _is_link(step, later)
+            if not is_link or (chain and step.output != chain[-1][0].args[0]):
+                close()
+            run = self._step(step, later)
+            if is_link:
+                chain.append((step, run))
+            else:
+                found.append(run)
+            later.update(step.reads)
+        close()
         return found[::-1]
 
     def _checkpointed(
@@ -160,15 +184,14 @@ class Program:
         runs = self._prepared(steps, later, depth)
 
         def inside(stage: nn.Module, *given: Any) -> tuple[Any, ...]:
-            values = Values(zip(needs, given, strict=True))
-            values.record, values.stage = self.record, stage
+            values = dict[Any, Any](zip(needs, given, strict=True))
             for run in runs:
-                run(values)
+                run(values, stage)
             return tuple([values[value] for value in returned])
 
-        def run_region(values: Values) -> None:
+        def run_region(values: Values, stage: nn.Module) -> None:
             found = checkpoint(
-                inside, values.stage, *[values[value] for value in needs],
+                inside, stage, *[values[value] for value in needs],
                 use_reentrant=False, preserve_rng_state=region.preserves_rng,
             )  # fmt: skip
             values.update(zip(returned, found, strict=True))
@@ -179,98 +202,133 @@ class Program:
 
     def _step(self, step: Step, later: set[Value]) -> Run:
         """A function that runs one step, and lets go of values that are not used later."""
-        function, args, kwargs, expected = step.target, step.args, step.kwargs, step.output
+        function, given, expected = step.target, (step.args, step.kwargs), step.output
         is_unit, is_read = step.kind is Kind.UNIT, step.kind is Kind.READ
         is_guard = is_read and step in self.plan.guards
-        keys = function.split(".") if is_unit else ()
-        places = () if is_read else _places(expected)
+        keys, states = function.split(".") if is_unit else (), step.states
+        places, constants = ([], []) if is_read else _places(expected)
         done = [value for value in {*step.reads, *step.makes} if value not in later]
-        inside = [extra for extra in step.extras if extra.where == "inside"]
-        left = [extra for extra in step.extras if extra.where != "inside"]
+        noted = [extra for extra in step.extras if extra.call is not None]
+        left = [extra for extra in step.extras if extra.call is None]
 
-        def run(values: Values) -> None:
-            target: Any = values.stage if is_unit else function
+        def run(values: Values, stage: nn.Module) -> None:
+            target: Any = stage if is_unit else function
             for key in keys:
                 target = target._modules[key]
-            given = filled(args, values), filled(kwargs, values)
-            if inside:
-                with _noting(target, inside, values):
-                    output = target(*given[0], **given[1])
+            if states:
+                self._find_states(states, values, stage)
+            args, kwargs = filled(given, values)
+            before = [_attribute(target, extra) for extra in left]
+            if noted:
+                with _noting(target, step, noted, values):
+                    output = target(*args, **kwargs)
             else:
-                output = target(*given[0], **given[1])
+                output = target(*args, **kwargs)
             if is_read and not _same(output, expected):
                 raise Differs if is_guard else _differs(step, output)
+            if is_unit and constants:
+                _require_constants(step, output, constants)
             for value, path in places:
                 values[value] = at_path(output, path)
-            for extra in left:
-                source = given if extra.where == "arguments" else _inside(target, extra.module)
-                values[extra.value] = at_path(source, extra.path)
+            for extra, old in zip(left, before, strict=True):
+                is_given = extra.module is None
+                new = at_path((args, kwargs), extra.path) if is_given else _attribute(target, extra)
+                if new is None or new is old:
+                    raise _kept(step, extra)
+                values[extra.value] = new
             if is_unit and not self.is_checked:
                 self._check(step.makes, values)
             for value in done:
                 values.pop(value, None)
 
-        def run_next(values: Values) -> None:
-            """The same for a layer in a chain, of which there are many, in less time."""
+        return run
+
+    def _chain(self, steps: Sequence[Step], runs: Sequence[Run]) -> Run:
+        """A function that runs layers, each on the output of the one before, in less time."""
+        paths = [step.target.split(".") for step in steps]
+        (first,), last = steps[0].args, steps[-1].output
+
+        def run_chain(values: Values, stage: nn.Module) -> None:
             if not self.is_checked:
-                return run(values)
-            target: Any = values.stage
-            for key in keys:
-                target = target._modules[key]
-            values[expected] = target(values.pop(args[0]))
+                for run in runs:
+                    run(values, stage)
+                return
+            x = values.pop(first)
+            for path in paths:
+                target: Any = stage
+                for key in path:
+                    target = target._modules[key]
+                x = target(x)
+            values[last] = x
 
-        is_next = len(args) == 1 and type(args[0]) is type(expected) is Value and done == [*args]
-        return run_next if is_unit and is_next and not (kwargs or step.extras) else run
-
-
-def filled(template: Any, values: dict[Any, Any]) -> Any:
-    """The nested value that a template describes."""
-    kind = type(template)
-    if kind is Value or kind is State:
-        return values[template]
-    if kind is tuple or kind is list:
-        return kind([filled(part, values) for part in template])
-    if kind is dict:
-        return {key: filled(part, values) for key, part in template.items()}
-    if kind is slice:
-        return slice(*filled((template.start, template.stop, template.step), values))
-    if kind is Object:
-        return Object(template.kind, filled(template.attributes, values)).build()
-    if kind is Node:
-        return Node(template.spec, filled(template.parts, values)).build()
-    return template
+        return run_chain
 
 
-def _places(template: Any) -> list[tuple[Value, Path]]:
-    """The values of an output with their paths in it."""
-    marks: dict[Any, Any] = defaultdict(object)
-    leaves = list(walk(filled(template, marks)))
-    return [
-        (value, path)
-        for value, mark in marks.items()
-        if type(value) is Value
-        for path, leaf in leaves
-        if leaf is mark
-    ]
+def _is_link(step: Step, later: set[Value]) -> bool:
+    """Whether a step is a layer with one argument and one output, which is all that is left."""
+    args, output = step.args, step.output
+    return (
+        step.kind is Kind.UNIT
+        and len(args) == 1
+        and type(args[0]) is type(output) is Value
+        and args[0] not in later
+        and not (step.kwargs or step.extras)
+        and output != args[0]
+    )
 
 
-def _run_in(modes: Modes, outer: Modes, runs: Sequence[Run], values: Values) -> None:
+def _places(template: Any) -> tuple[list[tuple[Value, Path]], list[tuple[Path, Any]]]:
+    """Where an output has values, and where numbers, texts, None, and so many parts."""
+    marks = {value: torch.empty(0) for value in parts_in(template, Value)}
+    marks |= {state: torch.empty(0) for state in parts_in(template, State)}
+    values = {id(mark): value for value, mark in marks.items() if type(value) is Value}
+    places: dict[Value, Path] = {}
+    constants: list[tuple[Path, Any]] = []
+    for path, part in walk(filled(template, marks)):
+        if id(part) in values:
+            places.setdefault(values[id(part)], path)
+        elif part is None or isinstance(part, (bool, int, float, str)):
+            constants.append((path, part))
+    return list(places.items()), constants
+
+
+def _require_constants(step: Step, output: Any, constants: Sequence[tuple[Path, Any]]) -> None:
+    """Raise if a unit returns other numbers than in the record, on which the forward may depend."""
+    for path, expected in constants:
+        try:
+            found = at_path(output, path)
+        except (LookupError, AttributeError, TypeError):
+            found = ...
+        if found is not expected and (type(found) is not type(expected) or found != expected):
+            raise PartitionError(
+                f"{step.target!r} ({step.line}) returns {_described(found)} where it has returned "
+                f"{expected!r} when the forward was recorded, which may depend on that; return a "
+                "tensor, or nothing"
+            )
+
+
+def _described(found: Any) -> str:
+    return repr(found) if isinstance(found, (bool, int, float, str)) else type(found).__name__
+
+
+def _memory_of(tensor: Any) -> set[int]:
+    return {tensor.untyped_storage()._cdata} if isinstance(tensor, torch.Tensor) else set()
+
+
+def _run_in(
+    modes: Modes, outer: Modes, runs: Sequence[Run], values: Values, stage: nn.Module
+) -> None:
     """Run steps in other modes of torch than the forward was called in."""
-    with ExitStack() as stack:
-        if modes.grad != outer.grad:
-            stack.enter_context(torch.set_grad_enabled(modes.grad))
-        for (device, dtype), (_, before) in zip(modes.autocast, outer.autocast, strict=True):
-            if dtype != before:
-                stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+    with modes.instead_of(outer):
         for run in runs:
-            run(values)
+            run(values, stage)
 
 
 def _differs(step: Step, found: Any) -> PartitionError:
     return PartitionError(
         f"{step.line} reads {found!r}, where it has read {step.output!r} before: what the forward "
-        "does depends on a random number, which stages cannot decide by themselves; turn that off "
-        "(a layerdrop of 0), or move it into a submodule"
+        "does depends on a random number, or on a buffer that changes, which stages cannot decide "
+        "by themselves; turn that off (a layerdrop of 0), or move it into a submodule"
     )
 
 
@@ -279,6 +337,23 @@ def _same(found: Any, expected: Any) -> bool:
         return bool(found == expected)
     except Exception:  # arrays, which compare element by element
         return bool((found == expected).all())
+
+
+def _attribute(unit: Any, extra: Extra) -> Any:
+    """What an attribute in a unit is now; None for arguments, and if it is not there."""
+    try:
+        return None if extra.module is None else at_path(_inside(unit, extra.module), extra.path)
+    except (LookupError, AttributeError):
+        return None
+
+
+def _kept(step: Step, extra: Extra) -> PartitionError:
+    name = ".".join(str(key) for _, key in extra.path)
+    return PartitionError(
+        f"{step.target!r} ({step.line}) has not set {name!r} in this call, but when the forward "
+        "was recorded; if the forward itself empties it, let the submodule do so, or return the "
+        "tensor from it"
+    )
 
 
 def _inside(unit: nn.Module, path: str) -> nn.Module:
@@ -290,7 +365,7 @@ def _inside(unit: nn.Module, path: str) -> nn.Module:
 
 
 @contextmanager
-def _noting(unit: nn.Module, extras: Sequence[Extra], values: Values) -> Iterator[None]:
+def _noting(unit: nn.Module, step: Step, extras: Sequence[Extra], values: Values) -> Iterator[None]:
     """Note outputs of modules inside of a unit, as values."""
     calls: Counter[str] = Counter()
 
@@ -301,7 +376,14 @@ def _noting(unit: nn.Module, extras: Sequence[Extra], values: Values) -> Iterato
         calls[path] += 1
 
     with ExitStack() as stack:
-        for path in {extra.module for extra in extras}:
+        for path in {extra.module or "" for extra in extras}:
             handle = _inside(unit, path).register_forward_hook(partial(note, path))
             stack.callback(handle.remove)
         yield
+    for extra in extras:
+        if extra.value not in values:
+            raise PartitionError(
+                f"{step.line} uses the output of {extra.module!r} in {step.target!r}, which was "
+                "not called this time, but when the forward was recorded; return it from "
+                f"{step.target!r} in each call"
+            )

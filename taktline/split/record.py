@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -24,11 +24,10 @@ from taktline.device import keep_generators
 from taktline.errors import PartitionError
 from taktline.split.arguments import Call, device_of
 from taktline.split.empty_model import EmptyModel, joined
-from taktline.split.kinds import Absent
-from taktline.split.nested import Node, mapped, parts_in, walk
+from taktline.split.nested import Absent, Node, State, Value, filled, mapped, parts_in, walk
 from taktline.split.patches import patched
 from taktline.split.recorder import OWN_OF_MODULES, Recorder
-from taktline.split.steps import Kind, Record, State, Step, Value
+from taktline.split.steps import Kind, Record, Step
 from taktline.split.without_data import Casts, Fakes
 
 _lock = threading.RLock()
@@ -46,22 +45,35 @@ def record_twice(
 ) -> Record:
     """The record of a call; raises if no two records are alike.
 
+    One is enough if its steps are those of lines that two others have shown, for another kind.
     ``device`` is where it runs if no argument says so.
     """
     device = device or device_of(call)
     if device.type == "meta":
         device = torch.device("cpu")
+    untouched = _state_of(empty)
     runs: list[tuple[Record, dict[str, str]]] = []
     changed: list[str] = []
-    found = None
-    for attempt in range(3):  # a first call may fill a cache of the model
-        with _seeded(attempt):
+    found, wanted = None, 2
+    for attempt in range(5):
+        with _seeded(attempt) as is_drawn:
             runs.append((_record(empty, call, device, casts), _state_of(empty)))
+            if is_drawn():  # a choice may be the same by chance
+                wanted = 4
+        made, after = runs[-1]
+        lines = hash(tuple((step.kind, step.line) for step in made.steps))
+        if not attempt and wanted == 2 and lines in empty.seen and after == untouched:
+            return made
         if attempt:
-            (last, before), (made, after) = runs[-2:]
+            last, before = runs[-2]
             changed = [name for name in after if before.get(name) != after[name]]
             found = _first_difference(last, made)
-            if not changed and found is None:
+            if changed or found is not None:
+                if attempt > 1:
+                    break
+                wanted += 1  # a first call may fill a cache of the model
+            if attempt + 1 == wanted:
+                empty.seen.add(lines)
                 return made
     if changed:
         raise PartitionError(
@@ -76,20 +88,35 @@ def record_twice(
     )
 
 
+_SMALL, _LARGE = 64, 316513203
+"""Words of the state of a generator that let it draw a number near 0, or near 1."""
+
+
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Let the generators of Python and numpy begin with a seed, and afterwards be as before."""
-    numpy = sys.modules.get("numpy")
-    state = random.getstate(), numpy.random.get_state() if numpy else None
-    random.seed(seed)
+def _seeded(attempt: int) -> Iterator[Callable[[], bool]]:
+    """Let Python and numpy draw numbers near 0, near 1, and then random ones in other attempts.
+
+    Also tells whether any were drawn. Afterwards, the generators are as before.
+    """
+    numpy, before = sys.modules.get("numpy"), random.getstate()
+    numpy_before = numpy.random.get_state() if numpy else None
+    version, words, _ = random.Random(attempt).getstate()
+    edge = (_SMALL, _LARGE)[attempt % 2 : attempt % 2 + 1] * (200 if attempt < 3 else 0)
+    words = (*edge, *words[len(edge) : -1])
+    random.setstate((version, (*words, 0), None))
     if numpy:
-        numpy.random.seed(seed)
+        numpy.random.set_state(("MT19937", words, 0))
     try:
-        yield
+        yield (
+            lambda: (
+                random.getstate()[1][-1] != 0
+                or bool(numpy and numpy.random.get_state(legacy=True)[2] != 0)
+            )
+        )
     finally:
-        random.setstate(state[0])
+        random.setstate(before)
         if numpy:
-            numpy.random.set_state(state[1])
+            numpy.random.set_state(numpy_before)
 
 
 def _record(
@@ -105,8 +132,11 @@ def _record(
     ):
         recorder = Recorder(empty, fakes, tuple(dict.fromkeys(("cpu", device.type))))
         made = recorder.record
+        held = _held_tensors(empty)
         args, kwargs = pytree.tree_map(
-            fakes.fresh, call, is_leaf=lambda part: isinstance(part, Absent)
+            lambda leaf: filled(mapped(leaf, fakes.fresh), {}),  # leaves may be objects
+            call,
+            is_leaf=lambda part: isinstance(part, Absent),
         )
         made.given = mapped(
             (args, kwargs), lambda tensor: recorder.value(tensor, "an argument of the model")
@@ -114,9 +144,14 @@ def _record(
         try:
             with patched(recorder, empty.model), recorder:
                 output = empty.model(*args, **kwargs)
+            recorder.require_same_draws()
+            if recorder.refusal is not None:
+                raise recorder.refusal
         except PartitionError:
             raise
         except Exception as error:
+            if recorder.refusal is not None:
+                raise recorder.refusal from error
             error.add_note(
                 f"Taktline ran the forward of {empty.kind.__name__} without data, to record its "
                 "steps"
@@ -127,7 +162,24 @@ def _record(
                 generator.set_state(before)
         made.result = mapped(output, recorder.reference)
         _require_no_new_buffers(empty, recorder)
+        for name, tensor in held.items():
+            if id(tensor) in recorder.constants and _held_tensors(empty).get(name) is not tensor:
+                raise PartitionError(
+                    f"the forward of {empty.kind.__name__} uses its attribute {name!r}, and sets "
+                    "it for the next call, which stages cannot follow; keep it in a buffer, and "
+                    "change it in place, with copy_()"
+                )
     return made
+
+
+def _held_tensors(empty: EmptyModel) -> dict[str, torch.Tensor]:
+    """The tensors in attributes of modules that are in no unit."""
+    return {
+        joined(path, ".".join(str(key) for _, key in at)): part
+        for path, module in _outer(empty)
+        for at, part in walk({k: v for k, v in vars(module).items() if k not in OWN_OF_MODULES})
+        if isinstance(part, torch.Tensor)
+    }
 
 
 def _require_no_new_buffers(empty: EmptyModel, recorder: Recorder) -> None:
@@ -186,18 +238,24 @@ def _summary(step: Step) -> tuple[Any, ...]:
     return (name, *modes, step.args, step.kwargs, read)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any, seen: set[int] | None = None) -> bool:
     """Whether two templates have equal constants, and values in the same places."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         return one.shape == other.shape and bool(torch.equal(one, other))
-    if isinstance(one, Node) and one.spec != other.spec:
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, _CONSTANTS):
         return repr(one) == repr(other)
-    return True
+    if isinstance(one, slice):
+        return _same((one.start, one.stop, one.step), (other.start, other.stop, other.step), seen)
+    seen = set() if seen is None else seen
+    if not isinstance(one, (dict, list, tuple, Node)) or id(one) in seen:
+        return True
+    seen.add(id(one))
+    if isinstance(one, Node):
+        return one.spec == other.spec and _same(one.parts, other.parts, seen)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key], seen) for key in one)
+    return len(one) == len(other) and all(
+        _same(*pair, seen) for pair in zip(one, other, strict=True)
+    )

@@ -127,7 +127,7 @@ class StageRunner:
 
     def __init__(self, cut: CutModel, stage: int) -> None:
         self.cut, self.stage = cut, stage
-        self.programs: Callable[[Any], list[Program]] = lru_cache(KINDS)(lambda kind: [])
+        self.programs = lru_cache(KINDS)(_no_programs)
         self.casts: dict[torch.dtype, torch.dtype] = {}
         """The types that units return, where they differ from those of the record."""
         self.lead: tuple[str, ...] = ()
@@ -154,6 +154,7 @@ class StageRunner:
             if self.casts.get(recorded) is found:
                 raise
             self.casts = {**self.casts, recorded: found}
+            self.programs.cache_clear()
         return self.run(module, args, kwargs)
 
     def _received(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Call]:
@@ -174,23 +175,20 @@ class StageRunner:
     ) -> tuple[Program, list[Any]]:
         """What to run for a call, and the tensors in its arguments."""
         tensors: list[Any] = []
-        key = (
-            key_of(call, tensors),
-            module.training,
-            Modes.now(_devices_of((*tensors, *received))),
-            torch.is_inference_mode_enabled(),
+        kind, training = key_of(call, tensors), module.training
+        devices = _devices_of((*tensors, *received))
+        is_inference = torch.is_inference_mode_enabled()
+        programs = self.programs(
+            (
+                *(kind, training, is_inference, torch.is_grad_enabled(), self._type_of(module)),
+                *[torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in devices],
+            )
         )
-        try:
-            programs = self.programs((key, self._type_of(module), *self.casts.items()))
-        except TypeError as error:
-            raise PartitionError(
-                f"an argument of the model cannot be compared with that of other calls ({error}); "
-                "pass tensors, numbers and texts, also in lists, dicts and dataclasses"
-            ) from None
         for program in programs:
             if program.holds(module, tensors, received):
                 return program, tensors
         with self.cut.lock:
+            key = (kind, training, Modes.now(devices), is_inference)
             program = self._learn(module, key, (call, tensors, received))
             programs.append(program)
             del programs[:-KINDS]
@@ -221,6 +219,10 @@ class StageRunner:
         for each in path:
             holder = holder._modules[each]
         return holder._parameters[key].dtype
+
+
+def _no_programs(_: Any) -> list[Program]:
+    return []
 
 
 def _devices_of(tensors: Sequence[Any]) -> tuple[str, ...]:

@@ -9,29 +9,61 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.empty_model import EmptyModel
-from taktline.split.nested import Path, all_tensors, is_object, mapped, walk
+from taktline.split.nested import Path, State, Value, all_tensors, filled, is_object, mapped, walk
 from taktline.split.patches import replaced
-from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, State, Step, Value
-from taktline.split.torch_functions import EFFECTS, METADATA, PIPE_SPLIT, SIZES, STATISTICS
+from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, Step
 from taktline.split.user_code import line_of_user
 from taktline.split.without_data import Fakes, NeedsData, is_fake, is_transformed
 
 _CALL = nn.Module.__call__
 OWN_OF_MODULES = frozenset(vars(nn.Module()))
 """The attributes that each module has."""
+METADATA = frozenset(
+    [
+        *("shape", "size", "dtype", "device", "ndim", "dim", "numel", "nelement", "stride"),
+        *("is_floating_point", "is_complex", "layout", "is_contiguous", "requires_grad", "is_cuda"),
+        *("element_size", "storage_offset", "names", "__len__", "is_nested", "is_sparse"),
+        *("itemsize", "nbytes", "type", "is_leaf", "grad_fn", "is_meta", "_version", "get_device"),
+        *("is_shared", "is_cpu", "is_quantized", "is_mkldnn", "__hash__", "__repr__", "__format__"),
+        *("__str__", "is_inference", "is_signed", "result_type", "is_same_size", "dim_order"),
+        *("output_nr", "is_conj", "is_neg", "is_mps", "is_xpu", "_backward_hooks", "is_pinned"),
+        *("untyped_storage", "is_tensor", "is_storage", "name", "is_sparse_csr", "ndimension"),
+        *("promote_types", "can_cast", "__dir__", "is_xla", "has_names", "__reduce_ex__"),
+    ]
+)
+"""Functions that read what a kind of call has in common: no data."""
+SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"))
+"""Functions that read sizes, which may depend on data."""
+REFUSED = {
+    "backward": "runs a backward in the forward, which a stage cannot; use torch.autograd.grad",
+    "__set__": "sets an attribute of a tensor, such as x.data or x.grad; use x.copy_() instead",
+}
+"""Functions that no stage can run."""
+_TRANSFORMED = (
+    "is inside of torch.vmap or another transform of functions, in which steps cannot be recorded; "
+    "use it inside of a submodule"
+)
+_NUMBERS = (bool, int, float, str)
+EFFECTS = frozenset(
+    ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "call_aside")
+)
+"""Functions that do something beside what they return."""
+STATISTICS = frozenset(("batch_norm", "instance_norm"))
+"""Functions that change buffers, which torch does not show."""
+PIPE_SPLIT = frozenset(("pipe_split", "_pipe_split", "_pipe_split.default"))
+"""Functions with which stages begin: ours, and the operator of torch."""
 
 
 class Recorder(TorchFunctionMode):
@@ -42,6 +74,8 @@ class Recorder(TorchFunctionMode):
         self.empty, self.fakes, self.devices = empty, fakes, devices
         self.is_inside: bool | str = False
         """Whether a function or a unit (its name) runs, whose own calls are not steps."""
+        self.refusal: PartitionError | None = None
+        """The first one, also if the user's code has caught it."""
         self.thread = threading.get_ident()
         self.values: dict[int, Value] = {}
         self.unknown: set[Value] = set()
@@ -51,6 +85,12 @@ class Recorder(TorchFunctionMode):
         self.inner_calls: Counter[str] = Counter()
         self.last_step: dict[str, Step] = {}
         """The last call of each unit."""
+        self.random_state = self._random_state()
+        """That of torch, after the last step."""
+        self.constants: set[int] = set()
+        """The ids of tensors that were made before, or by functions that are no steps."""
+        self.handles: set[int] = set()
+        """The ids of the handles of hooks of tensors."""
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         """Those of the user's own, with their states before."""
         self.states: dict[int, State] = {}
@@ -58,21 +98,29 @@ class Recorder(TorchFunctionMode):
             *empty.model.named_parameters(remove_duplicate=False),
             *empty.model.named_buffers(remove_duplicate=False),
         ]
-        self.kept: list[torch.Tensor] = [tensor for _, tensor in named]
+        self.kept: list[Any] = [tensor for _, tensor in named]
         """Those whose ids are noted, which others must not get."""
+        self.shared: set[int] = set()
+        """The ids of tensors that units get from each other as skips."""
         aliases: dict[str, tuple[str, ...]] = {}
         for name, tensor in named:
             first = self.states.setdefault(id(tensor), State(name)).name
             aliases[first] = (*aliases.get(first, ()), name)
         self.unit_names = {id(module): name for name, module in reversed(empty.modules.items())}
         self.module_names = {id(module): name for name, module in empty.model.named_modules()}
+        self.unit_of: dict[int, str] = {}
+        """The unit that each module is in."""
+        for name, unit in empty.modules.items():
+            self.unit_of |= {id(part): name for part in unit.modules()}
+        self.changed: dict[str, str] = {}
+        """The units in which the forward has changed an attribute, and where it did so."""
         self.inner_names: dict[int, str] = {}
         """The names of the modules inside of the unit that runs."""
         self.record = Record(
             given=((), {}),
             steps=[],
             result=None,
-            modes=Modes.now(devices),
+            modes=Modes.all_now(devices),
             memory={},
             state_memory={name: fakes.memory(tensor) for name, tensor in named},
             aliases=aliases,
@@ -90,14 +138,30 @@ class Recorder(TorchFunctionMode):
         if threading.get_ident() != self.thread:
             return
         if self.is_inside is True:
-            raise PartitionError(
-                f"{line_of_user()}: a split point is inside a region that cannot be cut, a "
-                "function of torch such as torch.cond; move the split point before or after it"
+            self.refuse(
+                "has a split point inside a region that cannot be cut, a function of torch such as "
+                "torch.cond; move the split point before or after it"
             )
         if self.is_inside:
             self.record.marked_units.add(self.is_inside)
         else:
             self.record.marks.append(len(self.record.steps))
+
+    @contextmanager
+    def _inside(self, given: Call, unit: bool | str = True) -> Iterator[None]:
+        """Let no steps be recorded meanwhile, and keep a refusal."""
+        if any(map(is_transformed, all_tensors(given))):
+            self.refuse(_TRANSFORMED)
+        self.is_inside = unit
+        try:
+            self.require_same_draws()
+            yield
+        except PartitionError as error:
+            self.refusal = self.refusal or error
+            raise
+        finally:
+            self.random_state = self._random_state()
+            self.is_inside = False
 
     def region(self, preserves_rng: bool) -> AbstractContextManager[None]:
         """Let steps be inside of a checkpoint."""
@@ -134,33 +198,28 @@ class Recorder(TorchFunctionMode):
         tensor = self.fakes.original(tensor)
         if found := self.known(tensor):
             return found
-        if is_transformed(tensor):
-            raise PartitionError(
-                f"{line_of_user()} is inside of torch.vmap or another transform of functions, in "
-                "which steps cannot be recorded; use it inside of a submodule"
-            )
         if is_fake(tensor):
             return self._left_by_unit(tensor)
         self.kept.append(tensor)
+        self.constants.add(id(tensor))
         return tensor
 
     def _left_by_unit(self, tensor: torch.Tensor) -> Value:
         """The value of a tensor that a unit has left elsewhere than in its output."""
-        where = "inside" if id(tensor) in self.inner_outputs else "attribute"
         step, module, path, call = self.inner_outputs.get(id(tensor)) or self._attribute(tensor)
         value = self.value(tensor, f"{step.target} (inside of it)")
-        step.extras.append(Extra(value, where, module, path, call))
+        step.extras.append(Extra(value, path, module, call))
         self.unknown.add(value)
         return value
 
-    def _attribute(self, tensor: torch.Tensor) -> tuple[Step, str, Path, int]:
+    def _attribute(self, tensor: torch.Tensor) -> tuple[Step, str, Path, None]:
         """The attribute of a unit that holds a tensor: the unit's last call, module and path."""
         for name, step in self.last_step.items():
             for module, part in self.empty.modules[name].named_modules():
                 own = {key: v for key, v in vars(part).items() if key not in OWN_OF_MODULES}
                 for path, found in walk(own):
                     if found is tensor:
-                        return step, module, (("attribute", path[0][1]), *path[1:]), 0
+                        return step, module, (("attribute", path[0][1]), *path[1:]), None
         raise PartitionError(
             f"{line_of_user()} uses a tensor that was made inside of a submodule or in an earlier "
             "call, and that is neither in the output of a module, nor in an attribute; return it "
@@ -169,7 +228,7 @@ class Recorder(TorchFunctionMode):
 
     def add_step(self, kind: Kind, target: Any, given: Call) -> Step:
         """Add a step in the present modes."""
-        (args, kwargs), modes = mapped(given, self.reference), Modes.now(self.devices)
+        (args, kwargs), modes = mapped(given, self.reference), Modes.all_now(self.devices)
         step = Step(kind, target, args, kwargs, None, modes, line_of_user(), self.regions)
         self.record.steps.append(step)
         return step
@@ -185,20 +244,22 @@ class Recorder(TorchFunctionMode):
             return self.mark()
         if not self.is_recording:
             return func(*args, **kwargs)
-        with replaced(self, is_inside=True):
+        with self._inside((args, kwargs)):
             return self._function(func, args, kwargs)
 
     def _function(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         given, name = all_tensors((args, kwargs)), name_of(func)
         if name == "apply":  # a function of autograd, of the user's own
             require_no_modules((args, kwargs))
+        if name in REFUSED:
+            self.refuse(REFUSED[name])
         sized = [tensor for tensor in given if self.known(tensor) in self.record.sized]
         if name == "data_ptr" or (name in SIZES and sized):
             raise _needs_data(name)
         own = kwargs.get("generator")
         if own is not None:
             self.generators.setdefault(id(own), (own, own.get_state()))
-        before = self._random_state() if self.fakes.have_data(given) else None
+        has_data = self.fakes.have_data(given)
         with self.fakes.noting_writes(given) as writes:
             try:
                 output, is_sized = self.fakes.run(func, args, kwargs, given)
@@ -220,13 +281,16 @@ class Recorder(TorchFunctionMode):
                 self._note_read(func, (args, kwargs), output)
             return output
         step = self.add_step(Kind.CALL, func, (args, kwargs))
-        draws = before is not None and before != self._random_state()
+        draws = has_data and self.random_state != self._random_state()
         step.draws = draws or name in EFFECTS or own is not None
         if name in STATISTICS:
             names = {state.name for state in step.states} - self.empty.parameters
             writes += [self.record.state_memory[name] for name in names]
-        step.writes = frozenset(writes)
+        self._note_writes(step, given, writes)
         step.output = self.outputs(output, f"{name} ({step.line})")
+        if name == "register_hook":
+            self.handles.add(id(output))
+            self.kept.append(output)
         is_free = not step.draws and self.unknown.isdisjoint(step.reads)
         if not is_free:
             self.unknown.update(step.makes)
@@ -246,16 +310,13 @@ class Recorder(TorchFunctionMode):
 
         The forward has read them then, such as sizes for ``interpolate``. None if there are none.
         """
-        numbers = [
-            tensor
-            for tensor in all_tensors(given)
-            if not (tensor.ndim or tensor.is_floating_point()) and self.fakes.have_data([tensor])
-        ]
-        for tensor in numbers:
-            self._note_read(int, ((tensor,), {}), int(tensor))
-        known = {id(tensor): int(tensor) for tensor in numbers}
-        changed = pytree.tree_map(lambda part: known.get(id(part), part), given)
-        return changed if numbers else None
+        numbers = dict[int, int]()
+        for tensor in all_tensors(given):
+            if not (tensor.ndim or tensor.is_floating_point()) and self.fakes.have_data([tensor]):
+                numbers[id(tensor)] = int(tensor)
+                self._note_read(int, ((tensor,), {}), int(tensor))
+        changed = mapped(given, lambda tensor: numbers.get(id(tensor), tensor))
+        return filled(changed, {}) if numbers else None
 
     def _note_read(self, func: Any, given: Call, output: Any) -> None:
         """Record what was read, to compare it with what later calls read."""
@@ -263,8 +324,37 @@ class Recorder(TorchFunctionMode):
         step.output = output
         step.is_known = self.unknown.isdisjoint(step.reads)
 
+    def _note_writes(self, step: Step, given: Sequence[torch.Tensor], writes: list[int]) -> None:
+        """Note the memory that a step changes; raise if that is of no value."""
+        step.writes = frozenset(writes)
+        for tensor in given if writes else ():
+            is_constant = id(self.fakes.original(tensor)) in self.constants
+            if is_constant and self.fakes.memory(tensor) in writes:
+                self.refuse(
+                    "changes a tensor that is neither a buffer nor an argument, nor made by this "
+                    "forward; register it with register_buffer()"
+                )
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise, also if the user's code catches it."""
+        error = PartitionError(f"{line_of_user()} {why}")
+        self.refusal = self.refusal or error
+        raise error
+
+    def require_same_draws(self) -> None:
+        """Raise if random numbers were set or drawn between steps."""
+        if self.random_state != self._random_state():
+            self.refuse(
+                "comes after torch's random numbers were set (manual_seed, fork_rng), which "
+                "stages cannot follow; draw with a generator of its own (generator=...), or do it "
+                "in a submodule that one stage runs as a whole"
+            )
+
     def _random_state(self) -> Any:
-        state = torch.default_generator.get_state().numpy().tobytes()
+        try:
+            state = torch.default_generator.get_state().numpy().tobytes()
+        except RuntimeError:
+            self.refuse(_TRANSFORMED)
         if "cuda" in self.devices and torch.cuda.is_initialized():
             return state, torch.cuda.get_rng_state().numpy().tobytes()
         return state
@@ -276,7 +366,7 @@ class Recorder(TorchFunctionMode):
         begin = len(self.record.steps)
         is_unit = self.is_recording and id(module) in self.unit_names
         if is_unit:
-            with replaced(self, is_inside=self.unit_names[id(module)]):
+            with self._inside((args, kwargs), self.unit_names[id(module)]):
                 output = self._unit(module, partial(call, module), (args, kwargs))
         else:
             output = call(module, *args, **kwargs)
@@ -295,9 +385,19 @@ class Recorder(TorchFunctionMode):
     def _unit(self, module: nn.Module, call: Callable[..., Any], given: Call) -> Any:
         record, name = self.record, self.unit_names[id(module)]
         require_no_modules(given)
+        if any(id(parameter) not in self.states for parameter in module.parameters()):
+            self.refuse(
+                f"calls {name!r} with other parameters than its own, such as by functional_call; "
+                "compute with functions of torch instead, or in a submodule"
+            )
+        if name in self.changed:
+            self.refuse(
+                f"calls {name!r}, in which {self.changed[name]} before, but the stage of that "
+                "submodule does not see it; pass it on as an argument"
+            )
         plain = [part for _, part in walk(given) if is_object(part) and not all_tensors(part)]
         attributes = list(walk(plain))
-        opened = mapped(given, self.reference, dict.fromkeys(map(id, plain)))
+        opened = mapped(given, self.reference, set(map(id, plain)))
         step, known = self.add_step(Kind.UNIT, name, given), len(self.values)
         before = self.last_step.pop(name, None)
         step.call = before.call + 1 if before is not None else 0
@@ -305,10 +405,15 @@ class Recorder(TorchFunctionMode):
         self.inner_calls.clear()
         self.inner_names = {id(part): path for path, part in module.named_modules()}
         buffers = [(b, b._version) for b in module.buffers()]
-        with self.fakes.noting_writes(all_tensors(given)) as writes:
-            output, is_sized, cost = self.fakes.run_unit(module, call, given)
+        tensors = all_tensors(given)
+        own = {self.known(tensor) for tensor in tensors}
+        own.update(v for s in record.steps if s.target == name for v in (*s.reads, *s.makes))
+        with self.fakes.noting_writes(tensors) as writes:
+            uses = partial(self._require_own, name, own)
+            output, is_sized, cost = self.fakes.run_unit(module, call, given, uses)
+            torch.rand(())  # as if it had drawn: a state that is set back is seen
         record.costs[Cut(name, step.call)] = cost
-        step.writes = frozenset(writes)
+        self._note_writes(step, tensors, writes)
         if _differ(attributes, list(walk(plain))):  # then each call has new objects
             step.args, step.kwargs = opened
         if any(buffer._version != version for buffer, version in buffers):
@@ -317,12 +422,50 @@ class Recorder(TorchFunctionMode):
         for path, tensor in walk(given):  # also what it has put into lists and dicts
             if isinstance(tensor, torch.Tensor) and self.known(tensor) is None:
                 value = self.value(tensor, f"{name} (in its arguments)")
-                step.extras.append(Extra(value, "arguments", "", path))
+                step.extras.append(Extra(value, path))
         made = [value for value in step.makes if value.number >= known]
         self.unknown.update(made)
         if is_sized or not record.sized.isdisjoint(step.reads):
             record.sized.update(made)
         return output
+
+    def _require_own(self, name: str, own: set[Any], tensor: torch.Tensor) -> None:
+        """Raise if a unit uses a tensor that it was not given."""
+        found = self.known(tensor)
+        if found in own or id(tensor) in self.shared:
+            return
+        if type(found) is Value:
+            self.refuse(
+                f"computes with a tensor in {name!r} that the forward has made before "
+                f"({self.record.names[found]}), but which is not among the arguments of that "
+                "submodule; pass it on as an argument"
+            )
+        if type(found) is State and found.name in self.record.is_parameter:
+            names = self.record.aliases[found.name]
+            if not any(each.startswith(f"{name}.") for each in names):
+                self.refuse(
+                    f"computes with {found.name!r} in {name!r}, which is not its own, so that the "
+                    "stage of that submodule may not have it; pass it on as an argument"
+                )
+
+    def attribute(self, module: nn.Module, key: str, value: Any) -> None:
+        """Note that the forward changes an attribute of a unit, which runs elsewhere."""
+        if self.is_recording and id(module) in self.unit_of:
+            before = getattr(module, key, None)
+            if before is not value and not (isinstance(value, _NUMBERS) and before == value):
+                self.changed[self.unit_of[id(module)]] = f"{line_of_user()} changes {key!r}"
+
+    def hook(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook of a module that the forward itself registers: it may only note outputs."""
+
+        def noting(*args: Any, **kwargs: Any) -> None:
+            if hook(*args, **kwargs) is not None:
+                self.refuse(
+                    "is a hook that changes what a submodule does, and that the forward registers, "
+                    "but no stage has it; register it before the model is cut"
+                )
+
+        return noting if self.is_recording and id(module) in self.unit_of else hook
 
     def _note_inner(self, path: str, output: Any) -> None:
         """Note the output of a module inside of the unit that runs."""

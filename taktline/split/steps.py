@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 
-from taktline.split.nested import Path, parts_in
+from taktline.split.nested import Path, State, Value, parts_in
 
 
 class Cut(NamedTuple):
@@ -39,18 +40,6 @@ class Cut(NamedTuple):
         return repr(str(self))
 
 
-class Value(NamedTuple):
-    """A tensor of the forward: an argument of the model, or what a step makes."""
-
-    number: int
-
-
-class State(NamedTuple):
-    """A parameter or buffer of the model that the forward itself uses."""
-
-    name: str
-
-
 class Kind(Enum):
     """What a step does."""
 
@@ -62,21 +51,55 @@ class Kind(Enum):
     """Reads numbers from tensors; they must be those that were recorded."""
 
 
+_SETTINGS: list[tuple[Any, Any]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+]
+"""What a forward may set for a part of it: how to ask, and how to set it."""
+
+
 class Modes(NamedTuple):
     """The modes of torch in which a step runs."""
 
     grad: bool
     autocast: tuple[tuple[str, torch.dtype | None], ...]
     """For each type of device the type in which autocast computes; None if it is off."""
+    settings: tuple[Any, ...] = ()
 
     @classmethod
     def now(cls, devices: tuple[str, ...]) -> Modes:
-        """The modes of this thread, for some types of devices."""
+        """The modes of this thread that a call differs in, for some types of devices."""
         autocast = [
             (each, torch.get_autocast_dtype(each) if torch.is_autocast_enabled(each) else None)
             for each in devices
         ]
         return cls(torch.is_grad_enabled(), tuple(autocast))
+
+    @classmethod
+    def all_now(cls, devices: tuple[str, ...]) -> Modes:
+        """All modes of this thread."""
+        return cls.now(devices)._replace(settings=tuple([ask() for ask, _ in _SETTINGS]))
+
+    @contextmanager
+    def instead_of(self, outer: Modes) -> Iterator[None]:
+        """Let these be the modes, where they differ from those outside."""
+        with ExitStack() as stack:
+            if self.grad != outer.grad:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            pairs = zip(_SETTINGS, self.settings, outer.settings, strict=True)
+            for (ask, change), setting, before in pairs:
+                if setting != before:
+                    stack.callback(change, ask())
+                    change(setting)
+            for (device, dtype), (_, before) in zip(self.autocast, outer.autocast, strict=True):
+                if dtype != before:
+                    stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+            yield
 
 
 class Region(NamedTuple):
@@ -90,14 +113,12 @@ class Extra(NamedTuple):
     """A tensor that a unit leaves elsewhere than in its output."""
 
     value: Value
-    where: str
-    """``arguments``: in a list or dict among them; ``attribute``; ``inside``: of a submodule."""
-    module: str
-    """The submodule of the unit, for an attribute, and for an output inside."""
     path: Path
-    """The place in the arguments, in the attributes, or in the output."""
-    call: int = 0
-    """Which call of the submodule inside of the unit."""
+    """The place in the arguments, in the attributes of a module, or in the output of one."""
+    module: str | None = None
+    """The module inside of the unit; None for the arguments."""
+    call: int | None = None
+    """Of an output: which call of the module inside of the unit."""
 
 
 @dataclass(eq=False, slots=True)

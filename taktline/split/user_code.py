@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import sys
 
@@ -11,7 +13,7 @@ import taktline
 
 _OURS = os.path.dirname(os.path.abspath(taktline.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_SKIPPED = (_OURS, _TORCH, "<")
+_SKIPPED = (_OURS, _TORCH, contextlib.__file__, copy.__file__, "<")
 
 
 def line_of_user() -> str:

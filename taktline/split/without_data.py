@@ -16,8 +16,7 @@ from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.private import private
 from taktline.split.arguments import Args, Call, Kwargs
-from taktline.split.kinds import Absent
-from taktline.split.nested import all_tensors, children_of, swapped, walk
+from taktline.split.nested import Absent, all_tensors, children_of, swapped, walk
 from taktline.split.operations import OperationCounter
 
 _WHAT = "a recorded forward"
@@ -64,8 +63,8 @@ class Fakes:
         self._originals: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         """Those of what stands for others, when last seen; making one may count as a change."""
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        """Held, since another one may get the address of one that is freed."""
+        self._held: dict[int, Any] = {}
+        """Storages, since another one may get the address of one that is freed."""
         self._same: dict[int, int] = {}
         self._written: set[int] = set()
 
@@ -73,10 +72,11 @@ class Fakes:
         """The memory of a tensor; views have the same."""
         try:
             storage = tensor.untyped_storage()
+            found: int = storage._cdata
+            self._held[found] = storage
         except (NotImplementedError, RuntimeError):  # sparse tensors and the like
-            return id(tensor)
-        found: int = storage._cdata
-        self._storages[found] = storage
+            found = id(tensor)
+            self._held[found] = tensor
         return self._same.get(found, found)
 
     def _empty(self, tensor: torch.Tensor | Absent) -> torch.Tensor:
@@ -110,7 +110,7 @@ class Fakes:
             found[dtype] = fake
             self._originals[id(fake)] = tensor
             self._versions[id(fake)] = fake._version
-            self._same[fake.untyped_storage()._cdata] = self.memory(tensor)
+            self._same[self.memory(fake)] = self.memory(tensor)
         return found[dtype]
 
     def _new_fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,9 +182,13 @@ class Fakes:
         return False
 
     def run_unit(
-        self, module: nn.Module, call: Callable[..., Any], given: Call
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        given: Call,
+        uses: Callable[[torch.Tensor], None],
     ) -> tuple[Any, bool, int]:
-        """Call a unit without data.
+        """Call a unit without data; ``uses`` sees each tensor that it computes with.
 
         Also returns whether the sizes of its output depend on data, and what it costs.
 
@@ -194,7 +198,7 @@ class Fakes:
         is_sized = False
         with self._faked(given, self._types_inside) as (args, kwargs):
             try:
-                with self.mode, OperationCounter() as counter, _Filled(self, 1) as filled:
+                with self.mode, OperationCounter() as counter, _Filled(self, 1, uses) as filled:
                     output = call(*args, **kwargs)
                 is_sized = filled.used and self._is_sized(output, call, (args, kwargs))
             except PartitionError:
@@ -262,14 +266,21 @@ class _Filled(_DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, fakes: Fakes, number: int) -> None:
+    def __init__(
+        self, fakes: Fakes, number: int, uses: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
         super().__init__()
-        self._fakes, self._number = fakes, number
+        self._fakes, self._number, self._uses = fakes, number, uses
         self.used = False
         """Whether anything needed data."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._uses is not None:
+            for each in args:
+                for part in each if isinstance(each, (list, tuple)) else (each,):
+                    if isinstance(part, torch.Tensor):
+                        self._uses(part)
         try:
             return func(*args, **kwargs)
         except RuntimeError:

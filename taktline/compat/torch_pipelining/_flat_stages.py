@@ -15,11 +15,10 @@ from taktline import pytree
 from taktline.errors import SignatureError
 from taktline.split.arguments import Args, Call
 from taktline.split.hugging_face import without_cache
-from taktline.split.kinds import Absent, key_of
-from taktline.split.nested import parts_in
-from taktline.split.program import Program, filled
+from taktline.split.kinds import key_of
+from taktline.split.nested import Absent, Value, filled, parts_in
+from taktline.split.program import Program
 from taktline.split.recorded_stage import RecordedStage
-from taktline.split.steps import Value
 from taktline.text import counted
 
 

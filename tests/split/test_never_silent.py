@@ -1,0 +1,454 @@
+"""What a record could get wrong without a word: it is right, or refused with the user's line."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import taktline as tl
+from taktline.errors import PartitionError
+from tests.split.test_idioms import Net, X, pair, refused, require_same
+
+HERE = r"test_never_silent\.py:\d+"
+
+
+class Changes(nn.Linear):
+    """Changes an object that it is given, and returns it."""
+
+    def forward(self, input: Any) -> Any:
+        input.x = super().forward(input.x)
+        return input
+
+
+class Puts(nn.Linear):
+    """The same with a list or a dict."""
+
+    def forward(self, input: Any) -> Any:
+        input[0] = super().forward(input[0])
+        return input
+
+
+class Reads(nn.Linear):
+    """Reads an object."""
+
+    def forward(self, input: Tensor, given: Any = None, same: Any = None) -> Tensor:
+        factor = 2 if same is None or same is given else 3
+        return super().forward(input) * factor * given.me.mask
+
+
+@dataclass(slots=True)
+class Slots:
+    x: Tensor
+    depth: int = 0
+
+
+class Slotted(nn.Linear):
+    def forward(self, input: Any) -> Any:
+        return Slots(super().forward(input.x), input.depth + 1)
+
+
+def refers_to_itself(self: Any, x: Tensor) -> Any:
+    state = SimpleNamespace(x=self.embed(x))
+    state.me = state
+    for block in self.blocks:
+        state = block(state)
+    return state.me.x
+
+
+def refer_to_each_other(self: Any, x: Tensor) -> Any:
+    state = SimpleNamespace(x=self.embed(x))
+    state.other = SimpleNamespace(back=state, y=state.x * 2)
+    for block in self.blocks:
+        state = block(state)
+    return state.other.back.x + state.other.y
+
+
+def list_in_itself(self: Any, x: Tensor) -> Any:
+    state: Any = [self.embed(x)]
+    state.append(state)
+    for block in self.blocks:
+        state = block(state)
+    return state[1][0]
+
+
+def dict_in_itself(self: Any, x: Tensor) -> Any:
+    state: Any = {0: self.embed(x)}
+    state["me"] = state
+    for block in self.blocks:
+        state = block(state)
+    return state["me"][0]
+
+
+def one_object_twice(self: Any, x: Tensor) -> Any:
+    given = SimpleNamespace(mask=(x > 0).float())
+    given.me = given
+    x = self.embed(x)
+    for block in self.blocks:
+        x = block(x, given, same=given)
+    return x
+
+
+def slots(self: Any, x: Tensor) -> Any:
+    state = self.run(Slots(self.embed(x)))
+    return state.x * state.depth
+
+
+@pytest.mark.parametrize(
+    ("body", "block"),
+    [
+        (refers_to_itself, Changes),
+        (refer_to_each_other, Changes),
+        (list_in_itself, Puts),
+        (dict_in_itself, Puts),
+        (one_object_twice, Reads),
+        (slots, Slotted),
+    ],
+)
+def test_objects_between_units(body: Any, block: Any) -> None:
+    require_same(lambda: Net(body, pair(block)), X)
+
+
+def test_an_output_that_refers_to_itself() -> None:
+    def body(self: Any, x: Tensor) -> Any:
+        made = SimpleNamespace(x=self.run(self.embed(x)))
+        made.me = made
+        return made
+
+    model = Net(body)
+    found = tl.split.by_names(model, ["blocks.1"], example=(X,))(X)
+    assert found.me is found
+    assert torch.equal(found.x, model(X).x)
+
+
+def test_an_argument_that_refers_to_itself() -> None:
+    given = SimpleNamespace(x=X)
+    given.me = given
+    model = Net(lambda self, given: self.run(self.embed(given.me.x)))
+    with pytest.raises(PartitionError, match=r"argument of the model .* refers to itself"):
+        tl.split.by_names(model, ["blocks.1"], example=(given,))
+
+
+# What is right
+
+
+def kernels(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(False)
+    y = x[None, None]
+    y = F.scaled_dot_product_attention(y, y, y)[0, 0]
+    torch.backends.cuda.enable_flash_sdp(flash)
+    return self.run(y)
+
+
+def default_type(self: Any, x: Tensor) -> Tensor:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    ones = torch.ones(4)
+    torch.set_default_dtype(before)
+    return self.run(self.embed(x)) + ones
+
+
+def slices(self: Any, x: Tensor) -> Tensor:
+    count = (x[0] < 0).sum()
+    x = self.embed(x)
+    return self.run(x + x[:, :count].sum(1, keepdim=True))
+
+
+def sparse(self: Any, x: Tensor) -> Tensor:
+    one = torch.eye(4).to_sparse()
+    x = torch.sparse.mm(one, self.embed(x).t()).t()
+    return torch.sparse.mm(one, self.run(x).t()).t()
+
+
+def harmless_draw(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    return self.run(x) if random.random() < 1.0 else x
+
+
+@pytest.mark.parametrize("body", [kernels, default_type, slices, sparse, harmless_draw])
+def test_as_the_plain_model(body: Any) -> None:
+    require_same(lambda: Net(body), X)
+
+
+# What is refused
+
+
+class Notes(nn.Linear):
+    """Adds what others have left for it."""
+
+    note: Any = 0.0
+
+    def forward(self, input: Tensor, call: Any = None) -> Tensor:
+        output = super().forward(input) + self.note
+        return output if call is None else call(output)
+
+
+SHARED: ContextVar[Any] = ContextVar("SHARED")
+
+
+class Shares(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + SHARED.get()
+
+
+def notes_tensors(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    self.blocks[2].note = x
+    return self.run(x)
+
+
+def notes_numbers(self: Any, x: Tensor) -> Tensor:
+    self.blocks[1].note = 2.0
+    return self.run(self.embed(x))
+
+
+def turns_off(self: Any, x: Tensor) -> Tensor:
+    self.blocks[1].eval()
+    x = self.run(self.embed(x))
+    self.blocks[1].train()
+    return x
+
+
+def shares(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    SHARED.set(x * 2)
+    return self.run(x)
+
+
+def closes_over(self: Any, x: Tensor) -> Tensor:
+    mask = (x > 0).float()
+    x = self.embed(x)
+    for block in self.blocks:
+        x = block(x, lambda output: output * mask)
+    return x
+
+
+def registers(self: Any, x: Tensor) -> Tensor:
+    handle = self.blocks[2].register_forward_hook(lambda _, __, output: output * 2)
+    x = self.run(self.embed(x))
+    handle.remove()
+    return x
+
+
+def other_parameters(self: Any, x: Tensor) -> Tensor:
+    given = {"weight": self.blocks[1].weight * 2}
+    x = torch.func.functional_call(self.blocks[0], given, (self.embed(x),))
+    return self.blocks[2](self.blocks[1](x))
+
+
+def seeds(self: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    return self.run(self.embed(x) * torch.rand(4))
+
+
+def sets_back(self: Any, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    x = self.blocks[0](self.embed(x))
+    torch.set_rng_state(state)
+    return self.blocks[2](self.blocks[1](x))
+
+
+def forks(self: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        noise = torch.rand(4)
+    return self.run(self.embed(x) * noise)
+
+
+def seldom(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    return self.run(x * 2 if random.random() < 1e-4 else x)
+
+
+def chooses(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    x = x * random.choice([1.0, 2.0])
+    return self.run(x)
+
+
+def saves_others(self: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
+        return self.run(self.embed(x))
+
+
+def runs_backward(self: Any, x: Tensor) -> Tensor:
+    x = self.run(self.embed(x))
+    x.sum().backward(retain_graph=True)
+    return x
+
+
+def sets_data(self: Any, x: Tensor) -> Tensor:
+    self.blocks[2].weight.data = self.blocks[2].weight.data * 0.5
+    return self.run(self.embed(x))
+
+
+def removes(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    handle = x.register_hook(lambda gradient: gradient * 3)
+    x = self.run(x)
+    handle.remove()
+    return x
+
+
+def catches(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    try:
+        x = x * 2 if x.sum() > 0 else x
+    except Exception:
+        x = x * 3
+    return self.run(x)
+
+
+def differentiates(self: Any, x: Tensor) -> Tensor:
+    return self.run(torch.func.grad(lambda x: x.sin().sum())(self.embed(x)))
+
+
+def iterators(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    for block in self.blocks:
+        x = block(iter([x]))
+    return x
+
+
+TABLE = torch.zeros(4)
+
+
+def changes_a_table(self: Any, x: Tensor) -> Tensor:
+    TABLE.add_(1)
+    return self.run(self.embed(x)) * TABLE
+
+
+def moving_mean(self: Any, x: Tensor) -> Tensor:
+    self.mean = 0.9 * getattr(self, "mean", torch.zeros(4)) + x.mean(0)
+    return self.run(self.embed(x)) + self.mean
+
+
+AFTER = HERE + r" comes after torch's random numbers were set"
+EACH = HERE + r" does something else in each call"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (notes_tensors, r"calls 'blocks\.2', in which .*" + HERE + " changes 'note' before"),
+        (notes_numbers, r"calls 'blocks\.1', in which .*" + HERE + " changes 'note' before"),
+        (turns_off, r"calls 'blocks\.1', in which .*" + HERE + " changes 'training' before"),
+        (shares, HERE + r" computes with a tensor in 'blocks\.0'.* \(mul \("),
+        (closes_over, HERE + r" computes with a tensor in 'blocks\.0'.* \(float \("),
+        (registers, HERE + r" is a hook that changes|is a hook that changes"),
+        (other_parameters, HERE + r" calls 'blocks\.0' with other parameters than its own"),
+        (seeds, AFTER),
+        (sets_back, AFTER),
+        (forks, AFTER),
+        (seldom, EACH),
+        (chooses, EACH),
+        (saves_others, HERE + r" lets autograd save other tensors"),
+        (runs_backward, HERE + r" runs a backward in the forward"),
+        (sets_data, HERE + r" sets an attribute of a tensor"),
+        (removes, HERE + r" removes a hook of a tensor"),
+        (catches, HERE + r": __bool__ needs the data"),
+        (differentiates, HERE + r" is inside of torch\.vmap or another transform"),
+        (iterators, HERE + r": list_iterator is used up by a call"),
+        (changes_a_table, HERE + r" changes a tensor that is neither a buffer nor an argument"),
+        (moving_mean, r"uses its attribute 'mean', and sets it for the next call"),
+    ],
+    ids=lambda each: getattr(each, "__name__", "text"),
+)
+def test_what_is_refused(body: Any, text: str) -> None:
+    blocks = {shares: Shares, closes_over: Notes, notes_tensors: Notes, notes_numbers: Notes}
+    refused(lambda: Net(body, pair(blocks.get(body, nn.Linear))), text, X)
+
+
+class Mean(nn.Linear):
+    """Also returns a number, which depends on data."""
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), float(input.detach().mean())
+
+
+class Maybe(nn.Linear):
+    """Also returns what it got, if that is small."""
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), input if input.detach().mean() > 0 else None
+
+
+def numbers(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    for block in self.blocks:
+        x, number = block(x)
+        x = x if number is None else x * number
+    return x
+
+
+@pytest.mark.parametrize("block", [Mean, Maybe])
+def test_numbers_that_units_return(block: Any) -> None:
+    text = r"'blocks\.\d' \(.*" + HERE + r"\) returns .* where it has returned .*; return a tensor"
+    refused(lambda: Net(numbers, pair(block)), text, X)
+
+
+class Collects(nn.Linear):
+    """Adds to a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.losses: list[Tensor] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.losses.append(input.square().mean())
+        return super().forward(input)
+
+
+def test_a_list_of_a_unit_that_the_forward_empties() -> None:
+    def body(self: Any, x: Tensor) -> Any:
+        x = self.run(self.embed(x))
+        total = sum(loss for block in self.blocks for loss in block.losses)
+        for block in self.blocks:
+            block.losses.clear()
+        return x, total
+
+    refused(lambda: Net(body, Collects), r"'blocks\.0' .* has not set 'losses\.0' in this call", X)
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[0]])
+def test_an_argument_in_the_memory_of_one_that_is_changed(view: Callable[[Tensor], Tensor]) -> None:
+    def body(self: Any, x: Tensor, other: Tensor) -> Tensor:
+        x.add_(1)
+        return self.run(self.embed(x.clone())) + other
+
+    model, x = Net(body), X.clone()
+    pieces = tl.split.by_names(model, ["blocks.1"], example=(x, view(x)))
+    with pytest.raises(PartitionError, match=r"arguments 0 and 1 are the same tensor, or views"):
+        pieces(x, view(x))
+    y = view(x).clone()
+    assert torch.equal(pieces(x.clone(), y), Net(body)(x, y))
+
+
+def test_an_argument_that_cannot_be_compared() -> None:
+    import numpy as np
+
+    model = Net(lambda self, x, factor: self.run(self.embed(x)) * torch.from_numpy(factor))
+    with pytest.raises(PartitionError, match=r"cannot be compared .*ndarray.*; pass tensors"):
+        tl.split.by_names(model, ["blocks.1"], example=(X, np.ones(4)))
+
+
+def test_numbers_near_the_edges_are_drawn() -> None:
+    """A branch that is hardly ever taken is taken in one of the first two runs."""
+    drawn: list[float] = []
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        drawn.append(random.random())
+        return self.run(self.embed(x))
+
+    tl.split.by_names(Net(body), ["blocks.1"], example=(X,))
+    assert drawn[0] < 1e-6
+    assert drawn[1] > 1 - 1e-6
