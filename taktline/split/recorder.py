@@ -256,7 +256,8 @@ class Recorder(TorchFunctionMode):
         """Call a module; if it is a unit, record it."""
         if self.is_recording and id(module) in self.unit_names:
             with replaced(self, is_inside=True):
-                output = self._unit(module, partial(call, module), (args, kwargs))
+                counted = self._counted_once(partial(call, module))
+                output = self._unit(module, counted, (args, kwargs))
         else:
             output = call(module, *args, **kwargs)
         is_here = threading.get_ident() == self.thread and id(module) in self.module_names
@@ -265,6 +266,18 @@ class Recorder(TorchFunctionMode):
             if self.is_inside and (path := self.inner_names.get(id(module))):
                 self._note_inner(path, output)
         return output
+
+    def _counted_once(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Count what a unit calls in its last run: one that needs data runs several times."""
+        before = self.record.runs.copy()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.inner_calls.clear()
+            self.record.runs.clear()
+            self.record.runs.update(before)
+            return call(*args, **kwargs)
+
+        return run
 
     def _unit(self, module: nn.Module, call: Callable[..., Any], given: Call) -> Any:
         record, name = self.record, self.unit_names[id(module)]
