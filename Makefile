@@ -81,10 +81,11 @@ cpus: $(VENV)/.stamp-dev ## Run the tests that compare numbers as on other CPUs
 versions: $(VENV)/.stamp-dev ## Run the tests of the drop-in under each supported version of torch
 	@$(BIN)/python -m tests.compat.versions
 
-newest: $(NEWEST)/.stamp ## Run the quick tests, those of the drop-in and torchrun with the newest torch
+newest: $(NEWEST)/.stamp ## Run the quick tests, the drop-in, timm and torchrun with the newest torch
 	@$(NEWEST)/bin/python -c 'import torch; print("== torch", torch.__version__)'
 	$(ON_NEWEST) $(SIDE_BY_SIDE) --ignore=tests/compat --ignore=taktline/compat -m "$(QUICK)"
 	$(ON_NEWEST) $(SIDE_BY_SIDE) -m "not matrix" tests/compat taktline/compat
+	$(ON_NEWEST) $(SIDE_BY_SIDE) -m zoo tests/zoo -k timm
 	@$(ON_NEWEST) -m torch.distributed.run --standalone --nproc-per-node 2 tests/torchrun_pipeline.py
 
 clean: ## Remove the venvs and everything that was built
@@ -120,5 +121,5 @@ $(NEWEST)/.stamp: pyproject.toml constraints.txt
 	$(call make-venv,$(NEWEST))
 	@grep --invert-match --extended-regexp '^(torch|triton)==' constraints.txt > $(NEWEST)/constraints.txt
 	@$(NEWEST)/bin/python -m pip --disable-pip-version-check install --upgrade \
-		--constraint $(NEWEST)/constraints.txt torch --editable '.[dev]'
+		--constraint $(NEWEST)/constraints.txt torch --editable '.[dev,images]'
 	@touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -147,8 +148,9 @@ def record_layers(model: nn.Module, call: Call) -> tuple[EmptyModel, Record]:
     empty = _opened(model, ())
     record = record_twice(empty, call)
     if reused := _find_reused(model, record):
-        empty = _opened(model, reused)
-        record = record_twice(empty, call)
+        opened = _opened(model, reused)
+        with suppress(PartitionError):  # what is around such a module may not be recorded
+            return opened, record_twice(opened, call)
     return empty, record
 
 

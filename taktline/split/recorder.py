@@ -367,7 +367,8 @@ class Recorder(TorchFunctionMode):
         is_unit = self.is_recording and id(module) in self.unit_names
         if is_unit:
             with self._inside((args, kwargs), self.unit_names[id(module)]):
-                output = self._unit(module, partial(call, module), (args, kwargs))
+                counted = self._counted_once(partial(call, module))
+                output = self._unit(module, counted, (args, kwargs))
         else:
             output = call(module, *args, **kwargs)
         # Each call once, also if its class has a __call__ of its own.
@@ -381,6 +382,18 @@ class Recorder(TorchFunctionMode):
             if self.is_inside and (path := self.inner_names.get(id(module))):
                 self._note_inner(path, output)
         return output
+
+    def _counted_once(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Count what a unit calls in its last run: one that needs data runs several times."""
+        before = self.record.runs.copy()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.inner_calls.clear()
+            self.record.runs.clear()
+            self.record.runs.update(before)
+            return call(*args, **kwargs)
+
+        return run
 
     def _unit(self, module: nn.Module, call: Callable[..., Any], given: Call) -> Any:
         record, name = self.record, self.unit_names[id(module)]

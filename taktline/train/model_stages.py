@@ -159,9 +159,10 @@ def _explained(
         return better
     if not isinstance(error, TaktlineError):
         better = PartitionError(
-            f"{name} runs by itself, but not in stages that are cut by name: "
-            f"{type(error).__name__}: {text_of(error)}; trace it with taktline.pipeline, or pass "
-            "a list of stages, cut by hand"
+            f"{name} runs by itself, but not without data, as it is recorded to be cut: "
+            f"{type(error).__name__}: {text_of(error)}. A layer may need the numbers in its "
+            "buffers or arguments to know its sizes; trace the model with taktline.pipeline, or "
+            "pass a list of stages, cut by hand"
         )
         better.__cause__ = error
         return better

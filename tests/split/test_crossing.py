@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import taktline as tl
-from tests.split.diffusion_models import DiT, UNet2D
 from tests.split.models import UNet
-from tests.split.training import made, require_plain_training
+from tests.split.training import require_plain_training
 
 WIDTH = 4
 
@@ -163,17 +162,6 @@ def test_they_are_found_by_a_pipeline(kind: type[nn.Module], schedule: str) -> N
     )
     target = numbers(12, WIDTH)
     require_plain_training(kind, args, target, schedule=schedule, microbatches=4, ranks=2)
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("zbv", 2), ("1f1b", 4)])
-@pytest.mark.parametrize("kind", [DiT, UNet2D])
-def test_models_of_diffusers(kind: type[nn.Module], schedule: str, ranks: int) -> None:
-    model, images, time = made(kind), torch.randn(4, 3, 8, 8), torch.rand(4)
-    args = (images, time, torch.arange(4)) if kind is DiT else (images, time)
-    target = torch.zeros_like(model(*args))
-    require_plain_training(kind, args, target, schedule=schedule, microbatches=2, ranks=ranks)
 
 
 def test_no_more_crosses_than_is_used() -> None:

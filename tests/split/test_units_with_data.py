@@ -193,3 +193,48 @@ def test_arguments_keep_their_data() -> None:
     model, x, mask = Masked(), torch.randn(2, 4), torch.ones(3, dtype=torch.int64)
     pieces = tl.split.by_names(model, ["last"], example=(x, mask))
     assert torch.equal(pieces(x, mask), model(x, mask))
+
+
+class Shortens(nn.Module):
+    """Drops columns, as many as the data says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        return x[:, : 1 + int((x.sum(-1) > 0).sum(1).max())]
+
+
+class Shortened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Shortens()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_unit_that_runs_again_calls_its_modules_once() -> None:
+    model, x = Shortened(), torch.randn(3, 5, 4)
+    pieces = tl.split.auto(model, 2, (x,))
+    assert torch.equal(pieces(x), model(x))
+
+
+class ShortensTwice(Shortens):
+    """Calls a module twice: to cut between the calls, its own forward would be recorded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.words(x))
+
+
+def test_a_module_called_twice_stays_in_one_that_needs_data() -> None:
+    model, x = Shortened(), torch.randn(3, 5, 4)
+    model.embed = ShortensTwice()
+    pieces = tl.split.auto(model, 2, (x,))
+    assert torch.equal(pieces(x), model(x))

@@ -16,11 +16,13 @@ __all__ = ["find", "zoo"]
 def zoo() -> list[Architecture]:
     """All architectures."""
     # Here, because transformers takes seconds to import.
+    from tests.zoo.diffusion import DIFFUSION
+    from tests.zoo.images import IMAGES
     from tests.zoo.language import LANGUAGE
     from tests.zoo.own import OWN
     from tests.zoo.senses import SENSES
 
-    return [*LANGUAGE, *SENSES, *OWN]
+    return [*LANGUAGE, *SENSES, *DIFFUSION, *IMAGES, *OWN]
 
 
 def find(name: str) -> Architecture:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 from tests.settled import settle
 from tests.workers import Workers, WorkersFailed, WorkersLost
@@ -25,7 +26,7 @@ def main() -> int:
     """Run them; returns 1 if any is wrong, rather than refused."""
     options = _parse()
     warnings.simplefilter("ignore")
-    for name in ("torch", "transformers"):
+    for name in ("torch", "transformers", "diffusers"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     settle()
     if options.costs:
@@ -37,7 +38,7 @@ def main() -> int:
         for architecture in zoo():
             result = results.get(architecture.name, Result())
             missing = [where for where in wheres if getattr(result, where) is None]
-            if options.only.lower() not in architecture.name.lower():
+            if options.only.lower() not in architecture.name.lower() or _lacks(architecture):
                 continue
             for where in missing if options.missing else wheres:
                 result = judge(architecture, where, result, pool)
@@ -61,11 +62,19 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _lacks(architecture: Architecture) -> bool:
+    """Whether the library that it is from is not installed here; what is known of it stays."""
+    lacks = bool(architecture.needs) and find_spec(architecture.needs) is None
+    if lacks:
+        print(f"{architecture.name:44} left out: {architecture.needs} is not installed")
+    return lacks
+
+
 def _compare_costs(only: str) -> int:
     """Print how far counted costs are from measured ones."""
     found: list[costs.Compared] = []
     for architecture in zoo():
-        if only.lower() in architecture.name.lower():
+        if only.lower() in architecture.name.lower() and not _lacks(architecture):
             found.append(costs.compare(architecture))
             print(f"{architecture.name:44} off by a factor of {found[-1].ratio:.1f}", flush=True)
     print(costs.report(found))

@@ -24,6 +24,8 @@ class Architecture:
     build: Callable[[], nn.Module]
     feed: Callable[[int], Inputs]
     """The arguments of a batch with so many rows."""
+    needs: str = ""
+    """A library that it is from, if that is not always installed."""
 
     def make(self) -> nn.Module:
         """The model, in training, without dropout."""
@@ -34,6 +36,8 @@ class Architecture:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            elif hasattr(module, "dropout_prob"):  # as diffusers drops labels
+                module.dropout_prob = 0.0  # pyright: ignore[reportArgumentType]
         return model.train()
 
     def call(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -46,12 +46,6 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def waves(t: Tensor) -> Tensor:
-    """Times as waves."""
-    angles = t[:, None].float() * 100.0 ** -torch.linspace(0, 1, 4)
-    return torch.cat([angles.cos(), angles.sin()], -1)
-
-
 def tokens(rows: int) -> tuple[Tensor, ...]:
     """Texts."""
     return (torch.randint(WORDS, (rows, LENGTH)),)
@@ -65,24 +59,3 @@ def image(rows: int, size: int = 16) -> tuple[Tensor, ...]:
 def features(rows: int) -> tuple[Tensor, ...]:
     """Numbers."""
     return (torch.randn(rows, LENGTH, 8),)
-
-
-def noisy(rows: int) -> tuple[Tensor, ...]:
-    """Images with their times."""
-    return (*image(rows), torch.arange(rows))
-
-
-def classed(rows: int) -> tuple[Tensor, ...]:
-    """Images with their times and kinds."""
-    return (*noisy(rows), torch.arange(rows) % 10)
-
-
-def streams(rows: int) -> dict[str, Tensor]:
-    """Patches and texts, and ids that all rows share."""
-    return {
-        "hidden_states": torch.randn(rows, 16, 12),
-        "encoder_hidden_states": torch.randn(rows, 6, 8),
-        "timestep": torch.arange(rows),
-        "img_ids": torch.arange(48).view(16, 3),
-        "txt_ids": torch.zeros(6, 3),
-    }

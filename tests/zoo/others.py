@@ -119,3 +119,65 @@ class Branching(nn.Module):
             if x.sum() > 0:
                 x = torch.tanh(x)
         return x
+
+
+class Autoencoder(nn.Module):
+    """An encoder and a decoder of convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, 1, 1),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, 1, 1),
+            nn.ReLU(),
+        )
+        self.decoder = nn.Sequential(
+            nn.Conv2d(16, 16, 3, 1, 1),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, 1, 1),
+            nn.ReLU(),
+            nn.ConvTranspose2d(16, 8, 2, 2),
+            nn.ReLU(),
+            nn.ConvTranspose2d(8, 3, 2, 2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+
+def _double(inside: int, outside: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inside, outside, 3, 1, 1),
+        nn.BatchNorm2d(outside),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(outside, outside, 3, 1, 1),
+        nn.BatchNorm2d(outside),
+        nn.ReLU(inplace=True),
+    )
+
+
+class UNet(nn.Module):
+    """For segmentation, without time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([_double(3, 8), _double(8, 16), _double(16, 16)])
+        self.middle = _double(16, 16)
+        self.up = nn.ModuleList([_double(32, 16), _double(32, 8), _double(16, 8)])
+        self.head = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for block, skip in zip(self.up, reversed(skips), strict=True):
+            x = block(torch.cat([F.interpolate(x, scale_factor=2.0), skip], 1))
+        return self.head(x)

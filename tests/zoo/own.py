@@ -1,4 +1,4 @@
-"""Models as people write them, and small stand-ins of the structures of other libraries."""
+"""Models as people write them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,17 @@ import torch
 from torch import nn
 
 from tests.zoo.architecture import Architecture
-from tests.zoo.blocks import DEPTH, Block, classed, features, image, noisy, streams, tokens
-from tests.zoo.diffusion import DiT, Flux, UNet2D
-from tests.zoo.images import (
+from tests.zoo.blocks import DEPTH, Block, features, image, tokens
+from tests.zoo.others import (
     Autoencoder,
-    Classifier,
-    ConvNeXt,
-    Dense,
-    MLPMixer,
-    ResNet,
-    Squeezed,
-    Swin,
+    Branching,
+    Graph,
+    Pyramid,
+    Recommender,
+    Towers,
     UNet,
-    ViT,
-    vgg,
+    WaveNet,
 )
-from tests.zoo.others import Branching, Graph, Pyramid, Recommender, Towers, WaveNet
 from tests.zoo.texts import (
     GPT,
     Experts,
@@ -64,25 +59,8 @@ OWN = [
     _own("GRUs in a list", partial(LSTMs, nn.GRU), tokens),
     _own("nn.LSTM with 8 layers", StackedLSTM, tokens),
     _own("one layer, used 8 times", Universal, tokens),
-    _own("ViT as in timm", ViT, image),
-    _own("ResNet as in torchvision", ResNet, partial(image, size=32)),
-    _own("VGG as in torchvision", vgg, image),
-    _own(
-        "EfficientNet",
-        lambda: Classifier(
-            nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), *(Squeezed(8) for _ in range(DEPTH))), 8
-        ),
-        image,
-    ),
-    _own("ConvNeXt as in timm", ConvNeXt, image),
-    _own("DenseNet", Dense, image),
-    _own("MLP-Mixer", MLPMixer, image),
-    _own("Swin", Swin, image),
     _own("autoencoder", Autoencoder, image),
     _own("U-Net", UNet, image),
-    _own("UNet2D as in diffusers", UNet2D, noisy),
-    _own("DiT", DiT, classed),
-    _own("FLUX as in diffusers", Flux, streams),
     _own("WaveNet", WaveNet, lambda rows: (torch.randn(rows, 1, 32),)),
     _own("graph network", Graph, lambda rows: (torch.randn(rows, 6, 8), torch.rand(rows, 6, 6))),
     _own("DLRM", Recommender, lambda rows: (torch.randn(rows, 8), torch.randint(20, (rows, 3)))),

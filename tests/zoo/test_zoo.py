@@ -10,6 +10,9 @@ import torch
 from taktline import split
 from tests.workers import Workers
 from tests.zoo import costs, find, zoo
+from tests.zoo.architecture import Architecture
+from tests.zoo.diffusion import DIFFUSION
+from tests.zoo.images import IMAGES
 from tests.zoo.page import PAGE, Result, read, shortened, write
 from tests.zoo.snapshot import snapshot
 from tests.zoo.trial import PLACES, Place, compare, over_processes, plain, train
@@ -21,8 +24,9 @@ SAMPLE = [
     "WhisperForConditionalGeneration",
     "ViTForImageClassification",
     "Llama as in torchtitan",
-    "ResNet as in torchvision",
+    "ResNetForImageClassification",
     "mixture of experts with add_loss",
+    "UNet2DModel",
 ]
 
 
@@ -46,6 +50,20 @@ def test_the_model_stays_as_it_was(name: str) -> None:
     split.auto(model, 2, architecture.call(2))
     changed = [one[0] for one, other in zip(before, snapshot(model), strict=True) if one != other]
     assert not changed
+
+
+@pytest.mark.zoo
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("architecture", DIFFUSION[::-1], ids=lambda each: each.name)
+def test_models_of_diffusers(architecture: Architecture) -> None:
+    compare(train(architecture, PLACES[2]), plain(architecture))
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("architecture", IMAGES, ids=lambda each: each.name)
+def test_models_of_timm_and_torchvision(architecture: Architecture) -> None:
+    pytest.importorskip(architecture.needs, reason="pip finds none for a torch without CUDA")
+    compare(train(architecture, PLACES[0]), plain(architecture))
 
 
 MIXTRAL, DEEPSEEK = "MixtralForCausalLM", "DeepseekV3ForCausalLM"
