@@ -63,6 +63,8 @@ PRELOADED = [
 
 # For what the pool does on its own account. Generous: on a busy machine torch loads slowly.
 MEETING_SECONDS = 300.0
+AGAIN_SECONDS = 60.0
+"""The same for processes that have met before, and may be blocked by what a failure left."""
 LEAVING_SECONDS = 10.0
 STACK_SECONDS = 1.0
 
@@ -143,7 +145,7 @@ class Workers:
         """A pool whose groups hold nothing of an earlier failure."""
         if self._pool is not None and not self._pool.clean:
             try:
-                self._pool.meet()
+                self._pool.meet(AGAIN_SECONDS)
             except (WorkersLost, WorkersFailed):
                 # Work that a failure left behind may block; only the end of its process helps.
                 self._kill()
@@ -210,11 +212,11 @@ class _Pool:
             self._connections.append(here)
             self._processes.append(process)
 
-    def meet(self) -> None:
+    def meet(self, seconds: float = MEETING_SECONDS) -> None:
         """Give all workers new groups."""
         self._meetings += 1
         store = Path(self._folder.name, f"store-{self._meetings}")
-        answers = self.ask(_Meet(store), len(self._processes), MEETING_SECONDS)
+        answers = self.ask(_Meet(store), len(self._processes), seconds)
         if tracebacks := _tracebacks(answers):
             raise WorkersFailed({rank: answers[rank].load() for rank in tracebacks}, tracebacks)
         self.clean = True

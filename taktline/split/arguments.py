@@ -30,17 +30,21 @@ def arguments_of(example: Any) -> Call:
     """
     match example:
         case (tuple() as args, dict() as kwargs):
-            return args, kwargs
+            pass
         case tuple():
-            return example, {}
+            args, kwargs = example, {}
         case Mapping():
-            return (), dict(example)
+            args, kwargs = (), dict(example)
         case torch.Tensor():
-            return (example,), {}
-    raise PartitionError(
-        "example must be a tuple of arguments, a dict of keyword arguments, or (args, kwargs), not "
-        f"{type(example).__name__}"
-    )
+            args, kwargs = (example,), {}
+        case _:
+            raise PartitionError(
+                "example must be a tuple of arguments, a dict of keyword arguments, or (args, "
+                f"kwargs), not {type(example).__name__}"
+            )
+    if unnamed := [key for key in kwargs if not isinstance(key, str)]:
+        raise PartitionError(f"example has the keyword {unnamed[0]!r}, which is not a name")
+    return args, kwargs
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -96,11 +96,9 @@ def test_the_commands_that_it_names_exist(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(script.parent / "python"))
     monkeypatch.setenv("PATH", "/usr/bin")
-    assert called() == ".venv/bin/taktline"
+    assert called() == ".venv/bin/python -m taktline"
     monkeypatch.setenv("PATH", str(script.parent))
     assert called() == "taktline"
-    script.unlink()
-    assert called() == ".venv/bin/python -m taktline"
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
