@@ -112,7 +112,7 @@ def compare(found: Found, expected: Found, *, whole: bool = True) -> None:
 
 
 def _rounding(values: Tensor) -> float:
-    return min(1e-3, 32 * torch.finfo(values.dtype).eps) if values.is_floating_point() else 0.0
+    return min(1e-3, 64 * torch.finfo(values.dtype).eps) if values.is_floating_point() else 0.0
 
 
 def _most(values: Tensor) -> float:
