@@ -24,7 +24,7 @@ SAMPLE = [
     "WhisperForConditionalGeneration",
     "ViTForImageClassification",
     "Llama as in torchtitan",
-    "ResNetForImageClassification",
+    "PoolFormerForImageClassification",
     "mixture of experts with add_loss",
     "UNet2DModel",
 ]
