@@ -43,7 +43,9 @@ def arguments_of(example: Any) -> Call:
                 f"kwargs), not {type(example).__name__}"
             )
     if unnamed := [key for key in kwargs if not isinstance(key, str)]:
-        raise PartitionError(f"example has the keyword {unnamed[0]!r}, which is not a name")
+        raise PartitionError(
+            f"example has the keyword {unnamed[0]!r}, which is not a name; pass names of arguments"
+        )
     return args, kwargs
 
 
@@ -58,14 +60,13 @@ def device_of(tree: Any) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def aliased(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, written: bool) -> Iterator:
-    """The arguments that an operation writes to, or that its result may be a view of."""
+def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments that an operation writes to."""
     schema = getattr(op, "_schema", None)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
-        alias = argument.alias_info
-        if alias is not None and (alias.is_write or not written):
+        if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             yield from value if isinstance(value, (list, tuple)) else (value,)
-    if written and op in _CHANGE_STATISTICS:
+    if op in _CHANGE_STATISTICS:
         mean, var, is_training = args[3:6]
         yield from (mean, var) if is_training else ()

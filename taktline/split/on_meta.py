@@ -21,7 +21,7 @@ from taktline.checks import known_keywords, refuse, require_instance
 from taktline.device import require_device
 from taktline.errors import ArgumentError, StateError
 from taktline.private import private
-from taktline.split.arguments import Args, Kwargs, aliased, tensors_in
+from taktline.split.arguments import Args, Kwargs, tensors_in, written_by
 from taktline.stage.names import declared
 
 _Mode = private("torch.utils._python_dispatch.TorchDispatchMode", "deferred()")
@@ -227,7 +227,7 @@ class _Log(_Mode):
         draws = torch.Tag.nondeterministic_seeded in op.tags
         if given and not draws and not any(tensor.is_meta for tensor in given):
             return self._on_meta(given[0]) if op is _NEW else op(*args, **kwargs)
-        written = tensors_in(list(aliased(op, args, kwargs, written=True)))
+        written = tensors_in(list(written_by(op, args, kwargs)))
         if not all(tensor.is_meta for tensor in written):
             raise StateError(f"{op} changes a tensor from outside of deferred(); make it inside")
         args, kwargs = pytree.tree_map(self._on_meta, (args, kwargs))

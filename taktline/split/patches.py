@@ -58,8 +58,7 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
     function, checkpoints = torch.autograd.Function, vars(torch_checkpoint)
     before_apply = inspect.getattr_static(function, "apply")
     name = next(each for each in (f"{_GENERATOR}_impl", _GENERATOR) if each in checkpoints)
-    before_region, before_setting = checkpoints[name], nn.Module.__setattr__
-    before_saving, before_removing = saved_tensors_hooks.__enter__, RemovableHandle.remove
+    before_region = checkpoints[name]
 
     def calling(before: Any) -> Any:
         return lambda self, *args, **kwargs: recorder.module(self, before, args, kwargs)
@@ -79,6 +78,26 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
         with recorder.region(bool(given.get("preserve_rng_state", True))):
             yield
 
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    with ExitStack() as stack:
+        for kind in (kind for kind in kinds if "__call__" in vars(kind)):
+            stack.enter_context(replaced(kind, __call__=calling(vars(kind)["__call__"])))
+        stack.enter_context(_watched(recorder))
+        stack.enter_context(replaced(function, apply=classmethod(apply)))
+        stack.enter_context(replaced(torch_checkpoint, **{name: region}))
+        # What torch writes of operations that cannot run without data.
+        stack.enter_context(replaced(logging.getLogger(_LOG), disabled=True))
+        stack.enter_context(RecordedAside(recorder))
+        stack.enter_context(replaced(recording, recorder=recorder))
+        yield
+
+
+@contextmanager
+def _watched(recorder: Any) -> Iterator[None]:
+    """Let a recorder see what the forward sets on modules, and what no stage would repeat."""
+    before_setting = nn.Module.__setattr__
+    before_saving, before_removing = saved_tensors_hooks.__enter__, RemovableHandle.remove
+
     def saving(self: Any) -> None:
         if recorder.is_recording:
             recorder.refuse(
@@ -89,7 +108,10 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
 
     def removing(self: Any) -> None:
         if id(self) in recorder.handles:
-            recorder.refuse("removes a hook of a tensor, which its stages would keep")
+            recorder.refuse(
+                "removes a hook of a tensor, which its stages would keep; leave it, or use "
+                "it inside of a submodule"
+            )
         before_removing(self)
 
     def setting(self: Any, key: str, value: Any) -> None:
@@ -100,20 +122,12 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
         before = vars(nn.Module)[name]
         return lambda self, hook, **kw: before(self, recorder.hook(self, hook), **kw)
 
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    with ExitStack() as stack:
-        for kind in (kind for kind in kinds if "__call__" in vars(kind)):
-            stack.enter_context(replaced(kind, __call__=calling(vars(kind)["__call__"])))
-        hooks = {name: registering(name) for name in _REGISTER}
-        stack.enter_context(replaced(nn.Module, __setattr__=setting, **hooks))
-        stack.enter_context(replaced(saved_tensors_hooks, __enter__=saving))
-        stack.enter_context(replaced(RemovableHandle, remove=removing))
-        stack.enter_context(replaced(function, apply=classmethod(apply)))
-        stack.enter_context(replaced(torch_checkpoint, **{name: region}))
-        # What torch writes of operations that cannot run without data.
-        stack.enter_context(replaced(logging.getLogger(_LOG), disabled=True))
-        stack.enter_context(RecordedAside(recorder))
-        stack.enter_context(replaced(recording, recorder=recorder))
+    hooks = {name: registering(name) for name in _REGISTER}
+    with (
+        replaced(nn.Module, __setattr__=setting, **hooks),
+        replaced(saved_tensors_hooks, __enter__=saving),
+        replaced(RemovableHandle, remove=removing),
+    ):
         yield
 
 

@@ -30,9 +30,9 @@ from taktline.split.on_meta import materialise
 from taktline.split.patches import recording
 from taktline.split.record import record_twice
 from taktline.split.recorded_stage import CutModel
-from taktline.split.recorder import PIPE_SPLIT, name_of
 from taktline.split.stages import require_stage
 from taktline.split.steps import Cut, Kind, Record, Step
+from taktline.split.torch_functions import PIPE_SPLIT, name_of
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import declared
 from taktline.text import counted, did_you_mean

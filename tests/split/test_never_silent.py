@@ -344,7 +344,7 @@ EACH = HERE + r" does something else in each call"
         (turns_off, r"calls 'blocks\.1', in which .*" + HERE + " changes 'training' before"),
         (shares, HERE + r" computes with a tensor in 'blocks\.0'.* \(mul \("),
         (closes_over, HERE + r" computes with a tensor in 'blocks\.0'.* \(float \("),
-        (registers, HERE + r" is a hook that changes|is a hook that changes"),
+        (registers, r"is a hook that changes"),
         (other_parameters, HERE + r" calls 'blocks\.0' with other parameters than its own"),
         (seeds, AFTER),
         (sets_back, AFTER),
