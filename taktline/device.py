@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from taktline.checks import refuse
+from taktline.errors import ArgumentError
 
 
 def require_device(value: Any) -> torch.device:
@@ -29,6 +30,21 @@ def require_device(value: Any) -> torch.device:
     except (RuntimeError, ValueError):  # no such type of device, or no such number
         pass
     refuse("device", 'a device such as "cpu" or "cuda:0"', value)
+
+
+def require_usable_device(value: Any) -> torch.device:
+    """A device on which this process can make tensors.
+
+    >>> require_usable_device("xla")
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: device xla cannot be used here: Could not run ...
+    """
+    device = require_device(value)
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, ImportError, RuntimeError) as error:  # as torch was built, or no driver
+        why = str(error).partition("\n")[0]
+        raise ArgumentError(f"device {device} cannot be used here: {why}") from error
 
 
 def gpu_for_each_process() -> bool:

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from taktline import pytree
 from taktline.checks import known_keywords, refuse, require_instance
-from taktline.device import require_device
-from taktline.errors import ArgumentError, StateError
+from taktline.device import require_usable_device
+from taktline.errors import StateError
 from taktline.private import private
 from taktline.split.arguments import Args, Kwargs, tensors_in, written_by
 from taktline.stage.names import declared
@@ -82,14 +82,11 @@ def materialise(
     (tensor([1., 1.]), device(type='meta'))
     """
     require_instance("piece", piece, nn.Module, "an nn.Module")
-    device = require_device(device)
+    device = require_usable_device(device)
     if state_dict is not None and not hasattr(state_dict, "__getitem__"):
         refuse("state_dict", "a mapping from names to tensors", state_dict)
     names = {} if device.type == "meta" else _names_on_meta(piece)
-    try:
-        values = _values(piece, names, state_dict, torch.empty(0, device=device).device)
-    except AssertionError as error:  # so torch says that it was built without such devices
-        raise ArgumentError(f"device {device} cannot be used here: {error}") from error
+    values = _values(piece, names, state_dict, device)
     for tensor, value in values.items():
         _install(piece, tensor, names[tensor], value)
     return piece.to(device)

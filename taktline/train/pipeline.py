@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from taktline.checks import known_keywords, require_number
-from taktline.device import require_device
+from taktline.device import require_usable_device
 from taktline.errors import ScheduleError
 from taktline.plan import Kind
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
@@ -168,7 +168,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             data_parallel=data_parallel,
             prepare=prepare,
             compiles=compile,
-            device=None if device is None else require_device(device),
+            device=None if device is None else require_usable_device(device),
             seed=seed,
             state_dict=state_dict,
             timeout=as_timedelta(timeout),

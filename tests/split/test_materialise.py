@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import taktline as tl
-from taktline.errors import StateError
+from taktline.errors import ArgumentError, StateError
 from taktline.split import by_names, deferred, materialise
 from tests.split.test_deferred import MODELS, tensors
 
@@ -273,3 +273,12 @@ def test_an_optimizer_that_was_made_before() -> None:
     assert model[2].weight is model[0].weight
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize("device", ["xla", "hpu", "mtia:0"])
+def test_device_that_is_not_here(device: str) -> None:
+    """torch says it by errors of three kinds, some of them pages long."""
+    with pytest.raises(ArgumentError, match=f"^device {device} cannot be used here: "):
+        materialise(nn.Linear(2, 2, device="meta"), device)
+    with pytest.raises(ArgumentError, match=f"^device {device} cannot be used here: "):
+        tl.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), device=device, ranks=2)
