@@ -102,9 +102,11 @@ def _finish(home: Path, report: Report) -> float:
 
 
 def _prepare(runs: Path) -> None:
-    """Import all that a training needs before ranks are forked, which share it then."""
+    """Import what a training needs before ranks are forked, which share it then.
+
+    Without a backward: in a build for GPUs that starts threads, and torch refuses one after a fork.
+    """
     training = Training(pipeline(4, "zbv", ranks=2))
-    training.run(1)
     training.save(runs)
     training.load(runs)
     gc.collect()
