@@ -16,7 +16,7 @@ from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.arguments import Call
 from taktline.split.by_names import as_call, pieces_of, without_compiler
-from taktline.split.cut import Placement, starts_of
+from taktline.split.cut import StepPlacement, starts_of
 from taktline.split.empty_model import EmptyModel, ancestors, joined
 from taktline.split.record import record_twice
 from taktline.split.stages import Pieces
@@ -159,7 +159,7 @@ def _why_not(record: Record, cut: Cut) -> str:
     if cut.call and record.calls()[cut.unit] > _OFTEN:
         return f"{cut.unit!r} is called more than {_OFTEN} times"
     try:
-        Placement(record, starts_of(record, [cut], "the model")).plans()
+        StepPlacement(record, starts_of(record, [cut], "the model")).plans()
     except PartitionError as error:
         return str(error)
     return ""

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from taktline.errors import PartitionError
 from taktline.split.nested import State, Value, parts_in
-from taktline.split.steps import Cut, Kind, Record, Step
+from taktline.split.steps import Cut, Record, Step, StepKind
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class StagePlan:
     @property
     def units(self) -> dict[str, None]:
         """The units that the stage calls."""
-        return {step.target: None for step in self.steps if step.kind is Kind.UNIT}
+        return {step.target: None for step in self.steps if step.kind is StepKind.UNIT}
 
     def states(self, record: Record, *, is_last: bool) -> dict[str, None]:
         """The parameters and buffers that the stage itself uses."""
@@ -52,7 +52,7 @@ class StagePlan:
         return found
 
 
-class Placement:
+class StepPlacement:
     """Which stage runs each step.
 
     Args:
@@ -83,7 +83,7 @@ class Placement:
             free, before = set[Step](), len(pinned)
             for step in record.steps:
                 if (
-                    step.kind is not Kind.UNIT
+                    step.kind is not StepKind.UNIT
                     and not step.draws
                     and bound.isdisjoint((*step.reads, *step.makes))
                     and not any(s.name in record.is_parameter for s in step.states)
@@ -104,7 +104,7 @@ class Placement:
         for step, stage in self.at.items() if changed else ():
             states = {state.name for state in step.states}
             viewed = {record.memory[value] for value in step.reads}
-            unit = f"{step.target}." if step.kind is Kind.UNIT else "?"
+            unit = f"{step.target}." if step.kind is StepKind.UNIT else "?"
             for name, memory in changed.items():
                 if name in states or memory in viewed or name.startswith(unit):
                     uses[memory].add(stage)
@@ -115,7 +115,9 @@ class Placement:
                     "use; cut the model so that one stage has all uses of it"
                 )
         for name in record.changes_buffers:
-            stages = {at for s, at in self.at.items() if s.kind is Kind.UNIT and s.target == name}
+            stages = {
+                at for s, at in self.at.items() if s.kind is StepKind.UNIT and s.target == name
+            }
             if len(stages) > 1:
                 *first, last = map(str, sorted(stages))
                 raise PartitionError(
@@ -127,7 +129,7 @@ class Placement:
     def plans(self) -> list[StagePlan]:
         """What each stage does."""
         free = [step for step in self.at if step in self.free]
-        guards, needed = self._needed(free, set(), lambda step: step.kind is Kind.READ)
+        guards, needed = self._needed(free, set(), lambda step: step.kind is StepKind.READ)
         arguments = needed & self.given
         needed = set(parts_in(self.record.result, Value))
         found: list[StagePlan] = []
@@ -148,7 +150,7 @@ class Placement:
 
     def _must_run(self, step: Step) -> bool:
         """Whether a step runs even if nothing needs what it makes."""
-        is_pure = step.kind is Kind.CALL and not step.draws and not step.writes and step.makes
+        is_pure = step.kind is StepKind.CALL and not step.draws and not step.writes and step.makes
         return step not in self.free and not is_pure
 
     def _needed(
@@ -200,6 +202,6 @@ def starts_of(record: Record, cuts: Sequence[Cut], name: str) -> list[int]:
     places = {
         Cut(step.target, step.call): place
         for place, step in enumerate(record.steps)
-        if step.kind is Kind.UNIT
+        if step.kind is StepKind.UNIT
     }
     return [places[cut] for cut in cuts]

@@ -31,7 +31,7 @@ from taktline.split.patches import recording
 from taktline.split.record import record_twice
 from taktline.split.recorded_stage import CutModel
 from taktline.split.stages import require_stage
-from taktline.split.steps import Cut, Kind, Record, Step
+from taktline.split.steps import Cut, Record, Step, StepKind
 from taktline.split.torch_functions import PIPE_SPLIT, name_of
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import declared
@@ -312,7 +312,7 @@ def _starts(
     marks = [*record.marks, *(span[end] for end, span in spans)]
     if policy is not None:
         marks = _marks_of_policy(policy, record, empty.model)
-    found, steps = [0], [step.kind is not Kind.READ for step in record.steps]
+    found, steps = [0], [step.kind is not StepKind.READ for step in record.steps]
     for mark in sorted(marks):
         if any(steps[found[-1] : mark]) and any(steps[mark:]):
             found.append(mark)
@@ -330,11 +330,11 @@ def _marks_of_policy(policy: Policy, record: Record, model: nn.Module) -> list[i
         for state in {*step.states} - values.keys():
             values[state] = graph.create_node("get_attr", state.name)
         op, target = "call_function", step.target
-        if step.kind is Kind.UNIT:
+        if step.kind is StepKind.UNIT:
             op = "call_module"
         elif isinstance(target, _METHODS):
             op, target = "call_method", _called(step)
-        if step.kind is not Kind.READ:
+        if step.kind is not StepKind.READ:
             given = tuple(values[part] for part in (*step.reads, *step.states))
             node = graph.create_node(op, target, given, {}, _called(step))
             places[node.name] = place + 1
@@ -354,4 +354,4 @@ def _marks_of_policy(policy: Policy, record: Record, model: nn.Module) -> list[i
 
 
 def _called(step: Step) -> str:
-    return step.target if step.kind is Kind.UNIT else name_of(step.target)
+    return step.target if step.kind is StepKind.UNIT else name_of(step.target)

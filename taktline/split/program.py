@@ -17,7 +17,7 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import Call
 from taktline.split.cut import StagePlan
 from taktline.split.nested import Absent, Path, State, Value, at_path, filled, parts_in, walk
-from taktline.split.steps import Extra, Kind, Modes, Record, Region, Step
+from taktline.split.steps import CheckpointRegion, Extra, Modes, Record, Step, StepKind
 from taktline.split.without_data import has_data
 from taktline.stage.names import unwrapped
 
@@ -36,7 +36,7 @@ Run = Callable[[Values, nn.Module], None]
 """A part of a stage: what it makes is put among the values."""
 
 
-class Program:
+class StageProgram:
     """How a stage runs the calls of a kind.
 
     Args:
@@ -132,7 +132,7 @@ class Program:
         """Functions that run steps; ``later`` are the values that are used after them."""
         found: list[Run] = []
 
-        def group_of(step: Step) -> tuple[tuple[Region, ...], Modes | None]:
+        def group_of(step: Step) -> tuple[tuple[CheckpointRegion, ...], Modes | None]:
             region = step.region[depth : depth + 1]
             return region, None if region else step.modes
 
@@ -174,7 +174,7 @@ class Program:
         return found[::-1]
 
     def _checkpointed(
-        self, region: Region, steps: Sequence[Step], later: set[Value], depth: int
+        self, region: CheckpointRegion, steps: Sequence[Step], later: set[Value], depth: int
     ) -> Run:
         """A function that runs the steps of a checkpointed part."""
         made = {value: None for step in steps for value in step.makes}
@@ -203,7 +203,7 @@ class Program:
     def _step(self, step: Step, later: set[Value]) -> Run:
         """A function that runs one step, and lets go of values that are not used later."""
         function, given, expected = step.target, (step.args, step.kwargs), step.output
-        is_unit, is_read = step.kind is Kind.UNIT, step.kind is Kind.READ
+        is_unit, is_read = step.kind is StepKind.UNIT, step.kind is StepKind.READ
         is_guard = is_read and step in self.plan.guards
         keys, states = function.split(".") if is_unit else (), step.states
         places, constants = ([], []) if is_read else _places(expected)
@@ -268,7 +268,7 @@ def _is_link(step: Step, later: set[Value]) -> bool:
     """Whether a step is a layer with one argument and one output, which is all that is left."""
     args, output = step.args, step.output
     return (
-        step.kind is Kind.UNIT
+        step.kind is StepKind.UNIT
         and len(args) == 1
         and type(args[0]) is type(output) is Value
         and args[0] not in later

@@ -27,7 +27,7 @@ from taktline.split.empty_model import EmptyModel, joined
 from taktline.split.nested import Absent, Node, State, Value, filled, mapped, parts_in, walk
 from taktline.split.patches import patched
 from taktline.split.recorder import OWN_OF_MODULES, Recorder
-from taktline.split.steps import Kind, Record, Step
+from taktline.split.steps import Record, Step, StepKind
 from taktline.split.without_data import Casts, Fakes
 
 _lock = threading.RLock()
@@ -191,7 +191,7 @@ def _require_no_new_buffers(empty: EmptyModel, recorder: Recorder) -> None:
         for step in reversed(recorder.record.steps if needed else ()):
             if not needed.isdisjoint(step.makes):
                 needed.update(step.reads)
-                differs |= step.kind is Kind.UNIT or step.draws or State(name) in step.states
+                differs |= step.kind is StepKind.UNIT or step.draws or State(name) in step.states
         if differs or not needed.isdisjoint(parts_in(recorder.record.given, Value)):
             raise PartitionError(
                 f"the forward of {empty.kind.__name__} sets its buffer {name!r} to a new tensor, "
@@ -232,8 +232,10 @@ def _first_difference(one: Record, other: Record) -> str | None:
 def _summary(step: Step) -> tuple[Any, ...]:
     """All of a step that must repeat."""
     target = step.target
-    name = target if step.kind is Kind.UNIT else getattr(target, "__qualname__", str(type(target)))
-    read = step.output if step.kind is Kind.READ and step.is_known else None
+    name = (
+        target if step.kind is StepKind.UNIT else getattr(target, "__qualname__", str(type(target)))
+    )
+    read = step.output if step.kind is StepKind.READ and step.is_known else None
     modes = (step.kind, step.modes, step.region, step.draws, len(step.writes))
     return (name, *modes, step.args, step.kwargs, read)
 

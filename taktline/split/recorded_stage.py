@@ -17,11 +17,11 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs, device_of
-from taktline.split.cut import Placement, StagePlan, starts_of
+from taktline.split.cut import StagePlan, StepPlacement, starts_of
 from taktline.split.empty_model import EmptyModel
 from taktline.split.hugging_face import require_no_cache, without_cache
 from taktline.split.kinds import key_of
-from taktline.split.program import OtherTypes, Program
+from taktline.split.program import OtherTypes, StageProgram
 from taktline.split.record import record_twice
 from taktline.split.steps import Cut, Modes, Record
 from taktline.split.without_data import Casts
@@ -92,7 +92,7 @@ class CutModel:
             if self.empty.model.training != training:
                 self.empty.model.train(training)
             record = record or record_twice(self.empty, call, casts, device)
-            known = Known(record, Placement(record, self.starts(record)).plans())
+            known = Known(record, StepPlacement(record, self.starts(record)).plans())
             if self.first is not None and len(known.plans) != self.stages:
                 raise PartitionError(
                     f"the forward of {self.empty.kind.__name__} has {len(known.plans) - 1} split "
@@ -172,7 +172,7 @@ class StageRunner:
 
     def _program(
         self, module: nn.Module, call: Call, received: tuple[Any, ...]
-    ) -> tuple[Program, list[Any]]:
+    ) -> tuple[StageProgram, list[Any]]:
         """What to run for a call, and the tensors in its arguments."""
         tensors: list[Any] = []
         kind, training = key_of(call, tensors), module.training
@@ -194,7 +194,9 @@ class StageRunner:
             del programs[:-KINDS]
         return program, tensors
 
-    def _learn(self, module: nn.Module, key: Any, given: tuple[Call, list[Any], Any]) -> Program:
+    def _learn(
+        self, module: nn.Module, key: Any, given: tuple[Call, list[Any], Any]
+    ) -> StageProgram:
         """A program of what other stages have learned, or else of a new record."""
         (call, tensors, received), cut, at = given, self.cut, self.stage
         cut.empty.follow_types(module)
@@ -205,7 +207,7 @@ class StageRunner:
                 key, call, module.training, place, None, self.casts, device_of((tensors, received))
             )
             rest = plans[at + 1].arguments if at + 1 < len(plans) else None
-            program = Program(record, plans[at], rest)
+            program = StageProgram(record, plans[at], rest)
             if place == known or program.holds(module, tensors, received):
                 return program
             place += 1
@@ -221,7 +223,7 @@ class StageRunner:
         return holder._parameters[key].dtype
 
 
-def _no_programs(_: Any) -> list[Program]:
+def _no_programs(_: Any) -> list[StageProgram]:
     return []
 
 

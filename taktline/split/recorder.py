@@ -23,7 +23,7 @@ from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.empty_model import EmptyModel
 from taktline.split.nested import Path, State, Value, all_tensors, filled, is_object, mapped, walk
 from taktline.split.patches import replaced
-from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, Step
+from taktline.split.steps import CheckpointRegion, Cut, Extra, Modes, Record, Step, StepKind
 from taktline.split.torch_functions import (
     EFFECTS,
     METADATA,
@@ -60,7 +60,7 @@ class Recorder(TorchFunctionMode):
         self.values: dict[int, Value] = {}
         self.unknown: set[Value] = set()
         """Values that do not depend on arguments alone."""
-        self.regions: tuple[Region, ...] = ()
+        self.regions: tuple[CheckpointRegion, ...] = ()
         self.inner_outputs: dict[int, tuple[Step, str, Path, int]] = {}
         self.inner_calls: Counter[str] = Counter()
         self.last_step: dict[str, Step] = {}
@@ -145,7 +145,7 @@ class Recorder(TorchFunctionMode):
 
     def region(self, preserves_rng: bool) -> AbstractContextManager[None]:
         """Let steps be inside of a checkpoint."""
-        region = Region(len(self.record.steps), preserves_rng)
+        region = CheckpointRegion(len(self.record.steps), preserves_rng)
         return replaced(self, regions=(*self.regions, region))
 
     # What tensors are called
@@ -206,7 +206,7 @@ class Recorder(TorchFunctionMode):
             "from the submodule, or keep it in an attribute of it"
         )
 
-    def add_step(self, kind: Kind, target: Any, given: Call) -> Step:
+    def add_step(self, kind: StepKind, target: Any, given: Call) -> Step:
         """Add a step in the present modes."""
         (args, kwargs), modes = mapped(given, self.reference), Modes.all_now(self.devices)
         step = Step(kind, target, args, kwargs, None, modes, line_of_user(), self.regions)
@@ -260,7 +260,7 @@ class Recorder(TorchFunctionMode):
             ):
                 self._note_read(func, (args, kwargs), output)
             return output
-        step = self.add_step(Kind.CALL, func, (args, kwargs))
+        step = self.add_step(StepKind.CALL, func, (args, kwargs))
         draws = has_data and self.random_state != self._random_state()
         step.draws = draws or name in EFFECTS or own is not None
         if name in STATISTICS:
@@ -300,7 +300,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_read(self, func: Any, given: Call, output: Any) -> None:
         """Record what was read, to compare it with what later calls read."""
-        step = self.add_step(Kind.READ, func, given)
+        step = self.add_step(StepKind.READ, func, given)
         step.output = output
         step.is_known = self.unknown.isdisjoint(step.reads)
 
@@ -391,7 +391,7 @@ class Recorder(TorchFunctionMode):
         plain = [part for _, part in walk(given) if is_object(part) and not all_tensors(part)]
         attributes = list(walk(plain))
         opened = mapped(given, self.reference, set(map(id, plain)))
-        step, known = self.add_step(Kind.UNIT, name, given), len(self.values)
+        step, known = self.add_step(StepKind.UNIT, name, given), len(self.values)
         before = self.last_step.pop(name, None)
         step.call = before.call + 1 if before is not None else 0
         self.last_step[name] = step

@@ -40,7 +40,7 @@ class Cut(NamedTuple):
         return repr(str(self))
 
 
-class Kind(Enum):
+class StepKind(Enum):
     """What a step does."""
 
     UNIT = "unit"
@@ -102,7 +102,7 @@ class Modes(NamedTuple):
             yield
 
 
-class Region(NamedTuple):
+class CheckpointRegion(NamedTuple):
     """A checkpointed part of the forward."""
 
     number: int
@@ -125,7 +125,7 @@ class Extra(NamedTuple):
 class Step:
     """One step of the forward."""
 
-    kind: Kind
+    kind: StepKind
     target: Any
     """A function, or the name of a unit."""
     args: tuple[Any, ...]
@@ -135,7 +135,7 @@ class Step:
     modes: Modes
     line: str
     """Where the user's code does this."""
-    region: tuple[Region, ...] = ()
+    region: tuple[CheckpointRegion, ...] = ()
     """The checkpoints around it, from the outermost on."""
     writes: frozenset[int] = frozenset()
     """The memory that it changes."""
@@ -160,7 +160,7 @@ class Step:
     @property
     def makes(self) -> list[Value]:
         """The values that it returns or leaves elsewhere."""
-        if self.kind is Kind.READ:
+        if self.kind is StepKind.READ:
             return []
         return [*parts_in(self.output, Value), *(extra.value for extra in self.extras)]
 

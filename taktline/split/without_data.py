@@ -168,7 +168,7 @@ class Fakes:
                 output = func(*args, **kwargs)
             except NeedsSizes:
                 is_sized = True
-                with self.mode, _Filled(self, 1):
+                with self.mode, _OneNumber(self, 1):
                     output = func(*args, **kwargs)
         return swapped(output, self.original), is_sized
 
@@ -198,7 +198,7 @@ class Fakes:
         is_sized = False
         with self._faked(given, self._types_inside) as (args, kwargs):
             try:
-                with self.mode, OperationCounter() as counter, _Filled(self, 1, uses) as filled:
+                with self.mode, OperationCounter() as counter, _OneNumber(self, 1, uses) as filled:
                     output = call(*args, **kwargs)
                 is_sized = filled.used and self._is_sized(output, call, (args, kwargs))
             except PartitionError:
@@ -219,7 +219,7 @@ class Fakes:
         """Whether an output has other sizes if other numbers are in what it is made of."""
         leaves = [part for _, part in walk(given) if children_of(part) is None]
         try:
-            with self.mode, _Filled(self, 0), torch.no_grad():
+            with self.mode, _OneNumber(self, 0), torch.no_grad():
                 copies = {id(x): x.clone() if isinstance(x, torch.Tensor) else x for x in leaves}
                 args, kwargs = copy.deepcopy(given, copies)
                 # What collects outputs, such as router logits, must not see this.
@@ -261,7 +261,7 @@ class Fakes:
         return swapped(output, fake)
 
 
-class _Filled(_DispatchMode):
+class _OneNumber(_DispatchMode):
     """Runs on one number everywhere what cannot run without data."""
 
     supports_higher_order_operators = True

@@ -260,7 +260,7 @@ class _Undivided(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Halves:
-    division: Division
+    division: Halves
     first: Call
     second: Call
 
@@ -294,7 +294,7 @@ class _Halves:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class Halves:
     """The two halves of a graph, and the arguments of each."""
 
     first: fx.GraphModule
@@ -309,7 +309,7 @@ class Division:
     """The numbers of the results that the second returns."""
 
 
-def divide(whole: fx.GraphModule, later: Collection[int]) -> Division | None:
+def divide(whole: fx.GraphModule, later: Collection[int]) -> Halves | None:
     """The halves of a graph whose results ``later`` may come later; None if none of them can."""
     nodes = list(whole.graph.nodes)
     for node in nodes:
@@ -333,7 +333,7 @@ def divide(whole: fx.GraphModule, later: Collection[int]) -> Division | None:
     early = [None if i in ours else result for i, result in enumerate(results)]
     first, takes_first = _part(whole, given, [*early, *crossing], ())
     second, takes_second = _part(whole, given, [results[i] for i in ours], crossing)
-    return Division(first, second, takes_first, takes_second, tuple(crossing), ours)
+    return Halves(first, second, takes_first, takes_second, tuple(crossing), ours)
 
 
 def _late(nodes: Sequence[fx.Node], results: Sequence[Any], later: Collection[int]) -> set[fx.Node]:

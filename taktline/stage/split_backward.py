@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge
 
 from taktline.errors import SplitError
 from taktline.stage.autograd_engine import accumulate, add_to_grad, memory_of
-from taktline.stage.split_recipe import Graph, Node, Recipe, Shape, is_among, learn
+from taktline.stage.split_recipe import GradGraph, Node, Recipe, Shape, is_among, learn
 
 _log = logging.getLogger("taktline")
 
@@ -169,7 +169,7 @@ class Splitter:
             nodes = recipe.shape.follow(roots, inputs)
             if nodes is not None and recipe.fits(nodes, inputs):
                 return recipe, nodes
-        graph = Graph(roots, inputs)
+        graph = GradGraph(roots, inputs)
         recipe = self._recipes.get(graph.shape)
         if recipe is None or not recipe.fits(graph.nodes, inputs):
             recipe = learn(graph, inputs, weights)

@@ -64,8 +64,8 @@ class Shape(NamedTuple):
     ) -> list[Node] | None:
         """The nodes of a graph by their slots; None if it has another shape.
 
-        Quicker than a new :class:`Graph`. Only where inputs are leaves, so that the graph ends with
-        the stage.
+        Quicker than a new :class:`GradGraph`. Only where inputs are leaves, so that the graph ends
+        with the stage.
         """
         if len(roots) != self.roots:
             return None
@@ -88,7 +88,7 @@ class Shape(NamedTuple):
         return nodes if [nodes[slot] for slot in self.edges] == ends else None
 
 
-class Graph:
+class GradGraph:
     """All nodes that the roots reach; a node's slot is its place in the order of discovery."""
 
     def __init__(self, roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
@@ -210,7 +210,9 @@ def is_among(tensor: object, others: Sequence[torch.Tensor]) -> bool:
     return False
 
 
-def learn(graph: Graph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Recipe:
+def learn(
+    graph: GradGraph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> Recipe:
     """The recipe for a graph: W computes the products of weights that have no other use."""
     known, given = set(weights), set(inputs)
     ends = tuple(
@@ -250,7 +252,7 @@ def learn(graph: Graph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.
     )
 
 
-def _compiled_node(graph: Graph, slot: int, leaves: Collection[torch.Tensor]) -> CompiledNode:
+def _compiled_node(graph: GradGraph, slot: int, leaves: Collection[torch.Tensor]) -> CompiledNode:
     edges = graph.nodes[slot].next_functions
     found = {
         edge: node.variable
@@ -263,7 +265,9 @@ def _compiled_node(graph: Graph, slot: int, leaves: Collection[torch.Tensor]) ->
     return CompiledNode(slot, len(edges), found)
 
 
-def _products(graph: Graph, leaf: Node, weight: torch.Tensor) -> list[tuple[Node, tuple[str, ...]]]:
+def _products(
+    graph: GradGraph, leaf: Node, weight: torch.Tensor
+) -> list[tuple[Node, tuple[str, ...]]]:
     """All products with a weight, each with the chain to it; none if W cannot compute all uses."""
     # The engine chooses the form of a product by the strides, which for 1 × 1 are ambiguous.
     plain = weight.dim() == 2 and weight.stride() == (weight.size(1), 1) and weight.numel() != 1

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch._inductor import config as inductor
 
 import taktline as tl
-from taktline.stage.compiled import Division, _Undivided, divide
+from taktline.stage.compiled import Halves, _Undivided, divide
 from taktline.stage.split_backward import Pending, Splitter
 from tests.stage.compiling import (
     COMPILER_WARNINGS,
@@ -149,7 +149,7 @@ def test_the_products_alone_are_divided_off() -> None:
     x, w, g = torch.randn(3, 4), torch.randn(5, 4), torch.randn(3, 5)
     graph = traced(backward, x, w, g)
     division = divide(graph, [1, 2])
-    assert isinstance(division, Division)
+    assert isinstance(division, Halves)
     assert division.later == (1,)
     assert division.takes_first == (1, 2)
     assert division.takes_second == (0, 2)

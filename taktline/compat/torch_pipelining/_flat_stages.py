@@ -17,7 +17,7 @@ from taktline.split.arguments import Args, Call
 from taktline.split.hugging_face import without_cache
 from taktline.split.kinds import key_of
 from taktline.split.nested import Absent, Value, filled, parts_in
-from taktline.split.program import Program
+from taktline.split.program import StageProgram
 from taktline.split.recorded_stage import RecordedStage
 from taktline.text import counted
 
@@ -74,7 +74,7 @@ class FlatStage(RecordedStage):
             self._runner.cut.arguments[len(given.args) :], given.kwargs
         )
 
-    def _program(self, args: Args) -> Program:
+    def _program(self, args: Args) -> StageProgram:
         """What the stage runs for the example, in the present modes and on the present device."""
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         call = self._call(self._example)
@@ -89,7 +89,7 @@ def _as_given(stage: int, received: Args, call: Call) -> Call:
     return call if stage == 0 else ((received, *call), {})
 
 
-def _unpacked(program: Program, tensors: Args, stage: int) -> tuple[Args, Call]:
+def _unpacked(program: StageProgram, tensors: Args, stage: int) -> tuple[Args, Call]:
     """The values from the stage before, and the arguments of the model."""
     record, plan = program.record, program.plan
     given = dict.fromkeys(parts_in(record.given, Value))
