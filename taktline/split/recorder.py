@@ -310,6 +310,8 @@ class Recorder(TorchFunctionMode):
         for tensor in given if writes else ():
             is_constant = id(self.fakes.original(tensor)) in self.constants
             if is_constant and self.fakes.memory(tensor) in writes:
+                if isinstance(tensor, nn.Parameter):
+                    self.refuse("makes a module or parameter; make it before, in the constructor")
                 self.refuse(
                     "changes a tensor that is neither a buffer nor an argument, nor made by this "
                     "forward; register it with register_buffer()"

@@ -327,6 +327,10 @@ def changes_a_table(self: Any, x: Tensor) -> Tensor:
     return self.run(self.embed(x)) * TABLE
 
 
+def makes_a_layer(self: Any, x: Tensor) -> Tensor:
+    return self.run(self.embed(x)) + nn.Linear(4, 4)(x)
+
+
 def moving_mean(self: Any, x: Tensor) -> Tensor:
     self.mean = 0.9 * getattr(self, "mean", torch.zeros(4)) + x.mean(0)
     return self.run(self.embed(x)) + self.mean
@@ -359,6 +363,7 @@ EACH = HERE + r" does something else in each call"
         (differentiates, HERE + r" is inside of torch\.vmap or another transform"),
         (iterators, HERE + r": list_iterator is used up by a call"),
         (changes_a_table, HERE + r" changes a tensor that is neither a buffer nor an argument"),
+        (makes_a_layer, HERE + r" makes a module or parameter; make it before, in the constructor"),
         (moving_mean, r"uses its attribute 'mean', and sets it for the next call"),
     ],
     ids=lambda each: getattr(each, "__name__", "text"),
