@@ -5,13 +5,12 @@ A model that is cut runs once, without data, and is recorded. In reading order:
 - ``steps``: the steps of a forward, calls of submodules (*units*) and functions of torch between
   them; ``nested`` finds tensors in nested values;
 - ``empty_model`` is the model without data, ``without_data`` runs its units, ``recorder`` notes the
-  steps, to which ``patches`` leads, with what ``torch_functions`` knows, and ``record`` records
-  twice and refuses what differs;
+  steps, to which ``patches`` leads, and ``record`` records twice and refuses what differs;
 - ``cut`` decides which stage runs a step, and what crosses to the next one;
-- ``program`` runs the steps of a stage, for one of the ``kinds`` of calls, and ``recorded_stage``
-  is the module of a stage;
-- ``by_names`` checks cuts and makes the stages, and ``auto`` finds cuts that cost the same, by
-  ``operations`` or ``times``; ``pipe`` finds split points, and has the names of torch.
+- ``program`` runs the steps of a stage, for one kind of ``arguments``, and ``recorded_stage`` is
+  the module of a stage;
+- ``by_names`` checks cuts and makes the stages, and ``auto`` finds cuts that have the same
+  ``costs``; ``pipe`` finds split points, and has the names of torch.
 
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -16,12 +16,12 @@ from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.arguments import Call
 from taktline.split.by_names import as_call, pieces_of, without_compiler
+from taktline.split.costs import Measure, measure_times
 from taktline.split.cut import StepPlacement, starts_of
 from taktline.split.empty_model import EmptyModel, ancestors, joined
 from taktline.split.record import record_twice
 from taktline.split.stages import Pieces
 from taktline.split.steps import Cut, Record
-from taktline.split.times import Measure, measure_times
 from taktline.text import counted, table
 
 _MATTERS = 10

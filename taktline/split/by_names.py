@@ -14,10 +14,16 @@ from torch import nn
 from taktline import pytree
 from taktline.checks import known_keywords, refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
-from taktline.split.arguments import Call, arguments_of, device_of, tensors_in
+from taktline.split.arguments import (
+    Call,
+    arguments_of,
+    device_of,
+    key_of,
+    tensors_in,
+    without_cache,
+    without_padding,
+)
 from taktline.split.empty_model import EmptyModel
-from taktline.split.hugging_face import without_cache, without_padding
-from taktline.split.kinds import key_of
 from taktline.split.recorded_stage import CutModel, Known, make_stage
 from taktline.split.stages import Pieces
 from taktline.split.steps import Cut, Modes, Record

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.hugging_face import disable_cache
+from taktline.split.arguments import disable_cache
 from taktline.split.steps import Cut
 from taktline.stage.names import unwrapped
 

@@ -8,6 +8,10 @@ refers to itself, is so in what is made of it, too.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import os
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -17,9 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+import taktline
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.user_code import line_of_user
 
 Part = TypeVar("Part")
 Path = tuple[tuple[str, Any], ...]
@@ -275,3 +279,20 @@ def parts_in(template: Any, kind: type[Part], around: tuple[int, ...] = ()) -> l
         template = (template.start, template.stop, template.step)
     parts = template.values() if isinstance(template, dict) else template
     return [found for part in parts for found in parts_in(part, kind, around)]
+
+
+_OURS = os.path.dirname(os.path.abspath(taktline.__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_SKIPPED = (_OURS, _TORCH, contextlib.__file__, copy.__file__, "<")
+
+
+def line_of_user() -> str:
+    """The innermost line that is neither of torch nor of this package, as ``file:line``."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_SKIPPED):
+            here = os.path.join(os.getcwd(), "")
+            return f"{name.removeprefix(here)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the forward"

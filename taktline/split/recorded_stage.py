@@ -16,11 +16,17 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.arguments import Args, Call, Kwargs, device_of
+from taktline.split.arguments import (
+    Args,
+    Call,
+    Kwargs,
+    device_of,
+    key_of,
+    require_no_cache,
+    without_cache,
+)
 from taktline.split.cut import StagePlan, StepPlacement, starts_of
 from taktline.split.empty_model import EmptyModel
-from taktline.split.hugging_face import require_no_cache, without_cache
-from taktline.split.kinds import key_of
 from taktline.split.program import OtherTypes, StageProgram
 from taktline.split.record import record_twice
 from taktline.split.steps import Cut, Modes, Record

@@ -21,10 +21,18 @@ from torch.overrides import TorchFunctionMode
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.empty_model import EmptyModel
-from taktline.split.nested import Path, State, Value, all_tensors, filled, is_object, mapped, walk
-from taktline.split.patches import replaced
-from taktline.split.steps import CheckpointRegion, Cut, Extra, Modes, Record, Step, StepKind
-from taktline.split.torch_functions import (
+from taktline.split.nested import (
+    Path,
+    State,
+    Value,
+    all_tensors,
+    filled,
+    is_object,
+    line_of_user,
+    mapped,
+    walk,
+)
+from taktline.split.patches import (
     EFFECTS,
     METADATA,
     PIPE_SPLIT,
@@ -32,8 +40,9 @@ from taktline.split.torch_functions import (
     SIZES,
     STATISTICS,
     name_of,
+    replaced,
 )
-from taktline.split.user_code import line_of_user
+from taktline.split.steps import CheckpointRegion, Cut, Extra, Modes, Record, Step, StepKind
 from taktline.split.without_data import Fakes, NeedsData, is_fake, is_transformed
 
 _CALL = nn.Module.__call__

@@ -16,8 +16,8 @@ from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.private import private
 from taktline.split.arguments import Args, Call, Kwargs
+from taktline.split.costs import OperationCounter
 from taktline.split.nested import Absent, all_tensors, children_of, swapped, walk
-from taktline.split.operations import OperationCounter
 
 _WHAT = "a recorded forward"
 NeedsData = private("torch._subclasses.fake_tensor.DataDependentOutputException", _WHAT)

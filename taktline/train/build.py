@@ -20,8 +20,8 @@ from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.by_names import without_compiler
+from taktline.split.costs import Measure
 from taktline.split.recorded_stage import has_dynamic_shapes
-from taktline.split.times import Measure
 from taktline.stage import PipelineStage, compile_stages
 from taktline.stage.names import declared, named_parameters
 from taktline.train.batch_dims import BatchDims

@@ -20,7 +20,7 @@ from taktline.meta import as_arguments, name_of
 from taktline.private import private
 from taktline.side_values import Aside, Skip
 from taktline.split.arguments import arguments_of, tensors_in
-from taktline.split.operations import OperationCounter
+from taktline.split.costs import OperationCounter
 from taktline.transport.containers import note_containers
 
 _log = logging.getLogger("taktline")

@@ -19,7 +19,7 @@ from taktline.plan import Plan
 from taktline.split import Pipe
 from taktline.split.auto import divide
 from taktline.split.by_names import as_call
-from taktline.split.times import Measure
+from taktline.split.costs import Measure
 from taktline.text import counted
 from taktline.train.measure import with_copied_buffers
 from taktline.train.own_example import own_example

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from taktline.split.hugging_face import without_padding
+from taktline.split.arguments import without_padding
 
 _LENGTH = 128
 """Of a text: long enough for its layers to compute, and not only to begin."""

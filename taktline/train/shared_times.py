@@ -9,8 +9,8 @@ from torch import nn
 from taktline.checkpoint.model_state import Processes
 from taktline.checks import conform
 from taktline.split.arguments import Call
+from taktline.split.costs import Measure, measure_times
 from taktline.split.steps import Cut
-from taktline.split.times import Measure, measure_times
 from taktline.train.ranks import Ranks
 
 

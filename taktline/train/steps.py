@@ -18,7 +18,7 @@ from taktline.checks import require_one_of
 from taktline.errors import BatchError, LossError, StageError
 from taktline.plan import Kind, Plan
 from taktline.runtime.schedule import Schedule
-from taktline.split.hugging_face import without_cache
+from taktline.split.arguments import without_cache
 from taktline.stage.names import unwrapped
 from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built

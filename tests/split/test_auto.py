@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import taktline as tl
 from taktline.errors import PartitionError
 from taktline.split import Pieces, auto, deferred, materialise
-from taktline.split.operations import OperationCounter
+from taktline.split.costs import OperationCounter
 from tests.split.models import ResidualBlock
 from tests.split.test_deferred import MODELS, tensors
 

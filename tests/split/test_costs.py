@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from taktline.errors import PartitionError
 from taktline.split import auto, deferred
-from taktline.split.operations import OperationCounter
-from taktline.split.times import measure_times
+from taktline.split.costs import OperationCounter, measure_times
 from tests.split.test_auto import sizes
 
 ENDS = torch.tensor([8, 16, 24], dtype=torch.int32)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import numpy as np
 
-from taktline.split import times
+from taktline.split import costs as split_costs
 from taktline.split.auto import record_layers
 from taktline.split.by_names import as_call
 from tests.zoo.architecture import Architecture
@@ -62,8 +62,8 @@ def compare(architecture: Architecture, rows: int = 2) -> Compared:
     model = architecture.make()
     call = as_call(model, architecture.call(rows))
     counted = record_layers(model, call)[1].costs
-    with mock.patch.object(times, "_clock", time.process_time):  # others may be busy, too
-        measured = times.measure_times(model, {cut.unit for cut in counted}, call)
+    with mock.patch.object(split_costs, "_clock", time.process_time):  # others may be busy, too
+        measured = split_costs.measure_times(model, {cut.unit for cut in counted}, call)
     alike: dict[float, list[float]] = defaultdict(list)
     for cut in counted:
         if cut in measured:

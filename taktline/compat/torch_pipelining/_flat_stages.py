@@ -13,9 +13,7 @@ import torch
 
 from taktline import pytree
 from taktline.errors import SignatureError
-from taktline.split.arguments import Args, Call
-from taktline.split.hugging_face import without_cache
-from taktline.split.kinds import key_of
+from taktline.split.arguments import Args, Call, key_of, without_cache
 from taktline.split.nested import Absent, Value, filled, parts_in
 from taktline.split.program import StageProgram
 from taktline.split.recorded_stage import RecordedStage
