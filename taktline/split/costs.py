@@ -26,6 +26,8 @@ _PRODUCT = re.compile(r"(^|_)(mm|bmm|gmm|mv|dot|linear|matmul)(_|$)")
 """Operations that multiply matrices, of torch and of other libraries: ``_scaled_grouped_mm_v2``."""
 _GATHERS = {"embedding", "index", "index_select", "gather", "index_put_", "index_add_"}
 """Operations that read only some rows of a tensor."""
+_VIEWS = {"_unsafe_view"}
+"""Views, which their schemas do not say."""
 _NUMBER = 16
 """A number that is read or written takes as long as so many operations of a product."""
 _CALL = 100_000
@@ -65,13 +67,14 @@ class OperationCounter(_Mode):
         result = func(*args, **kwargs)
         schema = getattr(func, "_schema", None)
         made = [] if schema is None else [each.alias_info for each in schema.returns]
+        name = getattr(func, "__name__", "").partition(".")[0]
         is_view = any(alias is not None and not alias.is_write for alias in made)
+        is_view = is_view or name in _VIEWS
         if tensors_in(result) and not is_view:  # it computes, and does not only ask
             self.calls += 1
             self.flops += _flops(func, args, kwargs, result)
             written = _size(result)
-            is_whole = getattr(func, "__name__", "").partition(".")[0] not in _GATHERS
-            self.numbers += written + (_size((args, kwargs)) if is_whole else written)
+            self.numbers += written + (written if name in _GATHERS else _size((args, kwargs)))
         return result
 
 
