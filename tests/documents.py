@@ -75,6 +75,8 @@ def _run_console(code: str) -> str:
 
 
 def _tidy(output: str) -> str:
+    """Without spaces at the ends of lines; an error of torch as versions before 2.15 word it."""
+    output = output.replace("RuntimeError: addmm: mat1", "RuntimeError: mat1")
     return "".join(f"{line.rstrip()}\n" for line in output.splitlines())
 
 
