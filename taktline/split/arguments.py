@@ -50,6 +50,13 @@ def arguments_of(example: Any) -> Call:
         raise PartitionError(
             f"example has the keyword {unnamed[0]!r}, which is not a name; pass names of arguments"
         )
+    try:
+        tensors_in((args, kwargs))
+    except RecursionError:
+        raise PartitionError(
+            "example has a container that refers to itself; pass what it has, and let the forward "
+            "make it"
+        ) from None
     return args, kwargs
 
 

@@ -238,3 +238,13 @@ def test_hooks_of_the_model_itself() -> None:
     model.register_forward_pre_hook(lambda module, args: None)
     with pytest.raises(PartitionError, match=r"Model has a hook, but is cut: it runs once, while"):
         tl.split.by_names(model, ONE, example=(X,))
+
+
+def test_an_example_that_refers_to_itself() -> None:
+    own: list[Any] = [torch.ones(2, 4)]
+    own.append(own)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(PartitionError, match=r"^example has a container that refers to itself; "):
+        tl.split.by_names(model, ["1"], example=(own,))
+    with pytest.raises(PartitionError, match=r"example has a container that refers to itself; "):
+        tl.Pipeline(model, ranks=2, microbatches=2, example=(own,))
