@@ -14,6 +14,7 @@ from tests.workers import Workers
 
 
 @pytest.mark.processes
+@pytest.mark.matrix
 @pytest.mark.parametrize("cpu", ["SSE", "without oneDNN"])
 def test_bits_are_equal_on_other_cpus(cpu: str) -> None:
     assert run(cpu, SAMPLE).returncode == 0
