@@ -143,12 +143,17 @@ def record_layers(model: nn.Module, call: Call) -> tuple[EmptyModel, Record]:
                 ├── 0         ├── 0               units: stem, group1.0, group1.1,
                 └── 1         └── 1                      group2.0, group2.1, head
 
-    A module that is called several times is several layers.
+    A module that is called several times is several layers. Rows that the forward does not call,
+    such as the encoder of images where there are only texts, do not count.
     """
     empty = _opened(model, ())
     record = record_twice(empty, call)
+    idle = {name for name in _rows(model) if not _has_run(model, name, record)}
+    if idle and len(idle) < sum(map(_is_row, model.modules())):
+        empty = _opened(model, (), idle)
+        record = record_twice(empty, call)
     if reused := _find_reused(model, record):
-        opened = _opened(model, reused)
+        opened = _opened(model, reused, idle)
         with suppress(PartitionError):  # what is around such a module may not be recorded
             return opened, record_twice(opened, call)
     return empty, record
@@ -165,9 +170,13 @@ def _why_not(record: Record, cut: Cut) -> str:
     return ""
 
 
-def _opened(model: nn.Module, reused: Collection[str]) -> EmptyModel:
+def _has_run(model: nn.Module, row: str, record: Record) -> bool:
+    return any(joined(row, key) in record.runs for key in model.get_submodule(row)._modules)
+
+
+def _opened(model: nn.Module, reused: Collection[str], idle: Collection[str] = ()) -> EmptyModel:
     """A model in which the rows of layers, and what is around them, are containers."""
-    rows = [row for row in _rows(model) if not any(_inside(row, name) for name in reused)]
+    rows = [row for row in _rows(model, idle) if not any(_inside(row, name) for name in reused)]
     opened = dict.fromkeys(rows if rows or reused else [_spine(model)])
     for row in rows:
         path = ancestors(row)
@@ -201,9 +210,16 @@ def _find_reused(model: nn.Module, seen: Record) -> list[str]:
     ]
 
 
-def _rows(model: nn.Module) -> list[str]:
-    """The names of the rows of layers: the one with the most parameters, and others that count."""
-    rows = {name: module for name, module in model.named_modules() if _is_row(module)}
+def _rows(model: nn.Module, idle: Collection[str] = ()) -> list[str]:
+    """The names of the rows of layers: the one with the most parameters, and others that count.
+
+    Without ``idle`` rows, and what is in them.
+    """
+    rows = {
+        name: module
+        for name, module in model.named_modules()
+        if _is_row(module) and not any(name == row or _inside(name, row) for row in idle)
+    }
     sizes = {name: size for name, row in rows.items() if (size := _count(row))}
     repeating = [name for name in sizes if _repeats(rows[name])]
     # A row inside of a layer, such as the experts of a block, does not count.
