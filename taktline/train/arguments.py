@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -19,8 +20,10 @@ from taktline.checks import (
     require_number,
     require_whole,
 )
+from taktline.device import require_usable_device
 from taktline.errors import MismatchError, PartitionError, ScheduleError
 from taktline.split import Pipe
+from taktline.split.arguments import arguments_of
 
 
 def _require_state(name: str, value: Any) -> None:
@@ -47,13 +50,23 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 }
 
 
-def check(given: Mapping[str, Any]) -> None:
-    """Raise unless each argument is valid; all but flags may be None."""
+def checked(given: dict[str, Any]) -> SimpleNamespace:
+    """The arguments of a pipeline by name; raises unless each is valid, as far as one can see."""
     for name, require in _CHECKS.items():
-        if given[name] is not None or require is require_flag:
+        if given[name] is not None or require is require_flag:  # all but flags may be None
             require(name, given[name])
     if given["measure"]:
         _require_measurable(given["model"], given["example"], given["cuts"])
+    found = SimpleNamespace(**{name: value for name, value in given.items() if name != "self"})
+    found.example = None if found.example is None else arguments_of(found.example)
+    if found.cuts is not None:
+        takes = "a list of names of submodules"
+        found.cuts = require_iterable("cuts", found.cuts, takes, PartitionError)
+    if found.device is not None:
+        found.device = require_usable_device(found.device)
+    if found.timeout is not None and not isinstance(found.timeout, timedelta):
+        found.timeout = timedelta(seconds=require_number("timeout", found.timeout, least=0.001))
+    return found
 
 
 def _require_measurable(model: Any, example: Any, cuts: Any) -> None:
@@ -71,17 +84,3 @@ def _require_measurable(model: Any, example: Any, cuts: Any) -> None:
         raise PartitionError(
             "measure=True runs the layers; pass example=(…), the arguments of one micro-batch"
         )
-
-
-def names_of(cuts: Any) -> list[str] | None:
-    """The names of the submodules at which stages begin, as a list."""
-    if cuts is None:
-        return None
-    return require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
-
-
-def as_timedelta(timeout: float | timedelta | None) -> timedelta | None:
-    """A timeout that was given in seconds, or as a timedelta."""
-    if timeout is None or isinstance(timeout, timedelta):
-        return timeout
-    return timedelta(seconds=require_number("timeout", timeout, least=0.001))

@@ -1,22 +1,20 @@
-"""The parameters of a pipeline, and their gradients over every rank, stage and shard."""
+"""Gradients over every rank, stage and shard: their scale, their norm, and clipping."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from taktline.checks import known_keywords, refuse, require_flag, require_instance, require_number
+from taktline.checks import refuse, require_flag, require_instance, require_number
 from taktline.errors import LossError, MismatchError
 from taktline.private import private
-from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded, local
-from taktline.train.base import PipelineBase
+from taktline.train.build import Built
 from taktline.train.ranks import Ranks
 
 _norms_on_gpu = private("torch._foreach_norm", "norms of many gradients at once", None)
@@ -53,87 +51,28 @@ class Scaler(torch.amp.GradScaler):
         return {device: anywhere.to(device) for device in (*found, found_inf.device)}
 
 
-class Gradients(PipelineBase):
-    """The methods of a pipeline for parameters and gradients."""
-
-    def scaler(self, **options: Any) -> Scaler:
-        """A ``torch.amp.GradScaler`` with the same decision on all ranks; takes its options."""
-        return Scaler(self._ranks, **options)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this process."""
-        for _, parameter in self.named_parameters():
-            yield parameter
-
-    def named_parameters(self, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this process, with their names in the model.
-
-        A weight with several names has the one that the model lists first. Where ranks are
-        processes, each that uses a tied weight has it.
-        """
-        seen: set[int | str] = set()
-        first = self._built.model.first_names()
-        for _, name, parameter in self._built.parameters():
-            if id(parameter) not in seen:
-                known = first.get(name, name)
-                # Two stages here may have a copy each, if both are sharded.
-                known = name if known in seen else known
-                seen |= {id(parameter), known}
-                yield known, parameter
-
-    @known_keywords
-    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of all gradients of the model, the same on every rank."""
-        if not (isinstance(norm_type, float) and norm_type == math.inf):
-            norm_type = require_number("norm_type", norm_type, least=0)
-        if not norm_type:
-            refuse("norm_type", "more than 0", norm_type)
-        with guarded(self._ranks.transport, "grad_norm()") as what:
-            self._built.schedule._runner.arrive(what)
-            return _norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
-
-    @known_keywords
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Clip the norm of all gradients like ``torch.nn.utils.clip_grad_norm_``; returns it."""
-        if not (isinstance(max_norm, float) and max_norm == math.inf):
-            max_norm = require_number("max_norm", max_norm, least=0)
-        require_flag("error_if_nonfinite", error_if_nonfinite)
-        norm = self.grad_norm(norm_type)
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise LossError(
-                f"the norm of the gradients is {norm.item()}, so they cannot be clipped; leave out "
-                "this step, or pass error_if_nonfinite=False"
-            )
-        clip(self.parameters(), max_norm, norm)
-        return norm
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Average gradients over replicas once for all steps in ``with pipe.accumulate():``.
-
-        Without it, several steps add up their gradients just as well, but each averages them.
-        """
-        return self._built.schedule.accumulate()
-
-    def _scale(self, scaler: torch.amp.GradScaler) -> float:
-        require_instance("scaler", scaler, torch.amp.GradScaler)
-        if not isinstance(scaler, Scaler) and not self._ranks.in_one_process:
-            raise MismatchError(
-                "this scaler checks only the gradients of its own process, so that ranks may "
-                "disagree on a step; create it with pipe.scaler(…), which takes the same options"
-            )
-        return float(scaler.scale(torch.ones((), device=self.device)))
+def scale(ranks: Ranks, scaler: torch.amp.GradScaler) -> float:
+    """The factor by which a scaler multiplies the loss; raises if ranks could disagree on steps."""
+    require_instance("scaler", scaler, torch.amp.GradScaler)
+    if not isinstance(scaler, Scaler) and not ranks.in_one_process:
+        raise MismatchError(
+            "this scaler checks only the gradients of its own process, so that ranks may "
+            "disagree on a step; create it with pipe.scaler(…), which takes the same options"
+        )
+    return float(scaler.scale(torch.ones((), device=ranks.device)))
 
 
-def _norm_of(
-    parameters: Mapping[int, nn.Parameter], ranks: Ranks, norm_type: float, *, device: torch.device
-) -> torch.Tensor:
-    """The norm of the gradients of all processes; ``parameters`` are by their places in the model.
+def norm(built: Built, norm_type: float) -> torch.Tensor:
+    """The norm of the gradients of all processes.
 
     The norms of single gradients are combined in the order of the model, as torch does for the
     plain model. Then not even the last bit depends on how the model was cut.
     """
+    if not (isinstance(norm_type, float) and norm_type == math.inf):
+        norm_type = require_number("norm_type", norm_type, least=0)
+    if not norm_type:
+        refuse("norm_type", "more than 0", norm_type)
+    parameters, ranks, device = built.counted(), built.ranks, built.ranks.device
     place_of = {parameter: place for place, parameter in parameters.items()}
     norms: dict[int, torch.Tensor] = {}
     for alike in _alike(parameters.values()):
@@ -184,8 +123,22 @@ def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[t
     return [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
 
 
-def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
+def require_clip(max_norm: float, error_if_nonfinite: bool) -> None:
+    """Raise unless the arguments of ``clip_grad_norm_`` are valid."""
+    if not (isinstance(max_norm, float) and max_norm == math.inf):
+        require_number("max_norm", max_norm, least=0)
+    require_flag("error_if_nonfinite", error_if_nonfinite)
+
+
+def clip(
+    parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor, require_finite: bool
+) -> None:
     """Scale gradients down, so that the norm of all of them is at most ``max_norm``."""
+    if require_finite and not math.isfinite(norm):
+        raise LossError(
+            f"the norm of the gradients is {norm.item()}, so they cannot be clipped; leave out "
+            "this step, or pass error_if_nonfinite=False"
+        )
     for alike in _alike(parameters):
         torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -155,6 +156,12 @@ class Ranks:
     def _along(self, names: Sequence[str]) -> list[Transport]:
         """The transports along some dimensions of the mesh."""
         return [transport_of(self.groups[name], self.device) for name in names]
+
+    def close(self) -> None:
+        """End the process groups that were made for this pipeline."""
+        self.made.close()
+        if self.group is not None:
+            gc.collect()  # wrapped stages and their hooks hold each other, and connections
 
     def __str__(self) -> str:
         where = "in one process" if self.in_one_process else "a process each"

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from taktline.checkpoint.model_state import ModelState, foremost, writers
+from taktline.checks import require_flag, require_instance
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
 from taktline.sharding import is_sharded
@@ -92,6 +93,8 @@ def _log_size(size: int) -> None:
 
 def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
     """Load the tensors of this process from a state of the whole model."""
+    require_instance("state_dict", state, Mapping, "a mapping from names to tensors")
+    require_flag("strict", strict)
     known = _with_synonyms(model, state)
     if strict:
         held = own_state(model, with_rest=True)

@@ -12,7 +12,6 @@ from torch import nn
 from taktline.checks import Either, require_instance
 from taktline.device import keep_generators
 from taktline.errors import UseError
-from taktline.runtime.watchdog import guarded
 from taktline.stage.names import named_buffers, named_modules, named_parameters, unchanged
 from taktline.train.broadcast import broadcast
 from taktline.train.build import Built
@@ -51,8 +50,7 @@ def verify(
             "verify() needs a pipeline without replicas and tensor parallelism; make one with the "
             "same stages"
         )
-    with guarded(built.ranks.transport, "verify()") as what:
-        built.schedule._runner.arrive(what)
+    with built.everywhere("verify()"):
         plain = _copy_of(model, built)
     parts = [m for module in (plain, *built.model.modules.values()) for m in module.modules()]
     dropouts = [part for part in parts if isinstance(part, _DROPOUTS)]
@@ -69,7 +67,7 @@ def verify(
             stack.enter_context(recorders[stage].recording(module, same))
         runner, before = built.schedule._runner, built.schedule.steps
         stepped_at = runner.stepped_at
-        _, loss = run(built, built.schedule.step, cloned(batch), (None, None), False)
+        _, loss = run(built, "step", cloned(batch), (None, None), False)
         built.schedule.steps, runner.stepped_at = before, stepped_at  # this is no training step
         found = Comparison(expected, tolerance)
         for stage, recorder in recorders.items():
