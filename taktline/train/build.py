@@ -14,25 +14,34 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from taktline.checkpoint.model_state import HeldModel, ModelState, Processes
+from taktline.checks import conform
 from taktline.errors import MismatchError, TaktlineError
 from taktline.plan import Plan
 from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
+from taktline.split.arguments import Call
 from taktline.split.by_names import without_compiler
 from taktline.split.recorded_stage import has_dynamic_shapes
-from taktline.split.times import Measure
+from taktline.split.steps import Cut
+from taktline.split.times import Measure, measure_times
 from taktline.stage import PipelineStage, compile_stages
 from taktline.stage.names import declared, named_parameters
-from taktline.train.batch_dims import BatchDims
-from taktline.train.choose_plan import ScheduleChoice, opened, plan_for
-from taktline.train.loss import loss_in_output
-from taktline.train.model_stages import Model, kept, stages_in, state_of, take_apart
+from taktline.train.arguments import ScheduleChoice, opened, plan_for
+from taktline.train.batches import BatchDims, loss_in_output
+from taktline.train.model_stages import (
+    Model,
+    kept,
+    require_wrapped,
+    separate,
+    stages_in,
+    state_of,
+    take_apart,
+    wrapped,
+)
 from taktline.train.ranks import Ranks, find_ranks
 from taktline.train.same_pipeline import BUILDING, Compared, together
-from taktline.train.shared_times import shared_times
 from taktline.train.stage_table import StageTable
-from taktline.train.wrap import require_wrapped, separate, wrapped
 
 Prepare: TypeAlias = Callable[[nn.Module, int], nn.Module]
 """Returns the module to use for a stage, given its module and number."""
@@ -304,3 +313,21 @@ def _device_of(model: Model) -> torch.device | None:
             if parameter.device.type not in ("cpu", "meta"):
                 return parameter.device
     return None
+
+
+def shared_times(ranks: Ranks) -> Measure:
+    """Returns the times that the first process of all replicas has measured, on its device."""
+    processes = Processes(ranks.everyone)
+
+    def measure(model: nn.Module, units: Iterable[str], call: Call) -> dict[Cut, float]:
+        def measured() -> list[tuple[str, int, float]]:
+            if processes.place:
+                return []
+            times = measure_times(model, units, call, ranks.device)
+            return [(cut.unit, cut.call, took) for cut, took in times.items()]
+
+        found = processes.everywhere(measured, "measure the layers", "Pipeline(measure=True)")
+        rows = conform(found[0], [(str, int, float)], what="the times of layers")
+        return {Cut(unit, at): took for unit, at, took in rows}
+
+    return measure

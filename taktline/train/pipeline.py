@@ -23,23 +23,20 @@ from taktline.errors import UseError
 from taktline.plan import Plan
 from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
-from taktline.train import as_module, gradients, steps
-from taktline.train.arguments import checked
+from taktline.train import parameters, steps
+from taktline.train.arguments import ScheduleChoice, checked
+from taktline.train.batches import with_own_loss
 from taktline.train.build import Built, Prepare, build
-from taktline.train.choose_plan import ScheduleChoice
-from taktline.train.comparison import Verification
 from taktline.train.generate import Request, generate
-from taktline.train.gradients import Scaler
 from taktline.train.loader import SharedLoader
-from taktline.train.loss import with_own_loss
 from taktline.train.metrics import Metrics, progress
 from taktline.train.model_stages import Model
+from taktline.train.parameters import Scaler, gathered_state, load_state, own_state
 from taktline.train.preemption import PREEMPTED, Preemption
 from taktline.train.ranks import Ranks
 from taktline.train.stage_table import Boundaries
-from taktline.train.state_dict import gathered_state, load_state, own_state
 from taktline.train.steps import Outputs
-from taktline.train.verify import verify
+from taktline.train.verify import Verification, verify
 from taktline.transport.turn import Turn
 
 T = TypeVar("T")
@@ -123,7 +120,7 @@ class Pipeline:
 
     # torch.distributed.checkpoint takes a pipeline for a module without children, whose parameters
     # and buffers have the model's names, dots included.
-    _names = as_module.AnyName()
+    _names = parameters.AnyName()
     _non_persistent_buffers_set: frozenset[str] = frozenset()
 
     @known_keywords
@@ -213,12 +210,11 @@ class Pipeline:
         steps.require_backward(self.plan)
         if self._loss_fn is None:
             target, options = with_own_loss(target, options)
-        options["grad_scale"] = 1.0 if scaler is None else gradients.scale(self._ranks, scaler)
+        options["grad_scale"] = 1.0 if scaler is None else parameters.scale(self._ranks, scaler)
         batch, lists = (args, target, options), (losses, aux_losses)
         with self._turn, self._metrics.report(self._built):
             output, loss = steps.run(self._built, "step", batch, lists, return_outputs)
         self._metrics.note((*args, *options.values()), loss)
-        steps.note_loss(loss)
         self._preemption.hear()
         return (loss, output) if return_outputs else loss
 
@@ -259,13 +255,12 @@ class Pipeline:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of a batch, as :meth:`eval` returns them; to train, call :meth:`step`.
 
-        >>> import taktline as tl
-        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
         >>> with torch.no_grad():
         ...     pipe(torch.ones(4, 2)).shape
         torch.Size([4, 1])
         """
-        as_module.require_no_gradients(self._built.model)
+        parameters.require_no_gradients(self._built.model)
         return self.eval(*args, **kwargs)
 
     def verify(
@@ -312,14 +307,12 @@ class Pipeline:
         attention_mask: torch.Tensor | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
-        use_cache: bool = True,
     ) -> torch.Tensor:
         """Continue texts by the likeliest token each time: returns all texts on every rank.
 
         For causal language models: those of transformers, and others that return logits of shape
-        [rows, length, words]. Micro-batches follow each other through the stages. Each stage
-        keeps the keys and values of its own layers. Models that are not of transformers, or have
-        layers of other kinds, compute the whole text again for each token.
+        [rows, length, words]. Micro-batches follow each other through the stages, which compute the
+        whole texts again for each token.
 
         Args:
             ids: texts, [rows, length].
@@ -327,16 +320,13 @@ class Pipeline:
             attention_mask: 0 for padding on the left of shorter texts, else 1.
             eos_token_id: tokens that end a text; by default those of the model.
             pad_token_id: the token that fills up an ended text; by default the model's.
-            use_cache: False computes the whole text again for each token.
 
         >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
         >>> pipe = Pipeline([model[0], model[1]], microbatches=2, ranks=2)
         >>> pipe.generate(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=5).shape
         torch.Size([2, 8])
         """
-        request = Request(
-            ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, use_cache
-        )
+        request = Request(ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id)
         with self._turn, steps.in_mode(*self.stages.values(), training=False):
             return generate(self._built, request)
 
@@ -346,8 +336,7 @@ class Pipeline:
         The first rank of each replica reads, and sends every batch to the others. All ranks call
         this and iterate together; ranks that do not read may pass None.
 
-        >>> import taktline as tl
-        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
         >>> [pipe.eval(x).shape for x in pipe.loader([torch.ones(4, 2), torch.ones(6, 2)])]
         [torch.Size([4, 1]), torch.Size([6, 1])]
         """
@@ -364,9 +353,7 @@ class Pipeline:
             every: the numbers are read after so many steps. Where ranks are processes, one of
                 these steps is traced to measure the bubble.
 
-        >>> import torch, taktline as tl
-        >>> from torch import nn
-        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
         >>> for x in pipe.progress([torch.ones(4, 2)] * 3, every=5):  # doctest: +ELLIPSIS
         ...     output = pipe.eval(x)
         step    3  peak ...
@@ -381,9 +368,7 @@ class Pipeline:
         (of all replicas, over the last 20 steps), ``bubble`` (of the latest step that
         :meth:`progress` has measured), ``peak_memory`` (bytes of this process).
 
-        >>> import torch, taktline as tl
-        >>> from torch import nn
-        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
         >>> sorted(pipe.metrics())
         ['peak_memory', 'step']
         """
@@ -404,16 +389,16 @@ class Pipeline:
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients of the model, the same on every rank."""
         with self._built.everywhere("grad_norm()"):
-            return gradients.norm(self._built, norm_type)
+            return parameters.norm(self._built, norm_type)
 
     @known_keywords
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the norm of all gradients like ``torch.nn.utils.clip_grad_norm_``; returns it."""
-        gradients.require_clip(max_norm, error_if_nonfinite)
+        parameters.require_clip(max_norm, error_if_nonfinite)
         norm = self.grad_norm(norm_type)
-        gradients.clip(self.parameters(), max_norm, norm, error_if_nonfinite)
+        parameters.clip(self.parameters(), max_norm, norm, error_if_nonfinite)
         return norm
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -425,7 +410,7 @@ class Pipeline:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this process, as ``optimizer.zero_grad()`` does."""
-        as_module.zero_grad(self.parameters(), set_to_none)
+        parameters.zero_grad(self.parameters(), set_to_none)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this process."""
@@ -447,7 +432,7 @@ class Pipeline:
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules of this process, with their names in the model."""
-        return as_module.modules_of(self._built.model)
+        return parameters.modules_of(self._built.model)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """None: names are those of the model, wherever its modules are."""
@@ -472,7 +457,7 @@ class Pipeline:
 
     def to(self, *where: Any, **options: Any) -> Self:
         """Returns the pipeline if it is on that device; raises if not, as it cannot move."""
-        as_module.require_here(self.device, (*where, *options.values()))
+        parameters.require_here(self.device, (*where, *options.values()))
         return self
 
     @known_keywords
@@ -531,9 +516,7 @@ class Pipeline:
                 end of the program wait for it. The next save raises its error, if there was one.
 
         >>> import tempfile
-        >>> import taktline as tl
-        >>> from torch import nn
-        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
         >>> optimizer = torch.optim.AdamW(pipe.parameters())
         >>> pipe.save(tempfile.mkdtemp(), optimizer, extra={"epoch": 3}).name
         '000001-step-0'
@@ -564,9 +547,7 @@ class Pipeline:
             optimizer: as in :meth:`save`, and so are the others; one that is not passed stays.
 
         >>> import tempfile
-        >>> import taktline as tl
-        >>> from torch import nn
-        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
         >>> pipe.load(pipe.save(tempfile.mkdtemp(), extra={"epoch": 3})).extra
         {'epoch': 3}
         """
@@ -607,10 +588,8 @@ class Pipeline:
         closes its own, and waits for no other. ``with Pipeline(…) as pipe:`` closes it at the end
         of the block. Python closes a pipeline once nothing refers to it or its stages any more.
 
-        >>> import torch, taktline as tl
-        >>> from torch import nn
         >>> stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        >>> with tl.Pipeline(stages, microbatches=2, ranks=2) as pipe:
+        >>> with Pipeline(stages, microbatches=2, ranks=2) as pipe:
         ...     output = pipe.eval(torch.ones(4, 2))
         >>> pipe
         Pipeline(closed)
@@ -689,7 +668,7 @@ class Pipeline:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        text = f"a {type(self).__name__} has no {name!r}{as_module.advice(name)}"
+        text = f"a {type(self).__name__} has no {name!r}{parameters.advice(name)}"
         raise AttributeError(text, name=name, obj=self)
 
     def __repr__(self) -> str:

@@ -1,17 +1,20 @@
-"""The ranks of a pipeline, and which of them are in this process."""
+"""The ranks of a pipeline, which of them are in this process, and their process groups."""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -19,8 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 from taktline.checks import launched, require_whole
 from taktline.device import gpu_for_each_process
 from taktline.errors import MismatchError, TaktlineError, TransportError
+from taktline.private import private
 from taktline.text import counted
-from taktline.train.process_groups import Groups, end_unused
 from taktline.transport import Transport, transport_of
 from taktline.transport.communicators import default_group, timeout_of
 from taktline.transport.distributed import Distributed
@@ -317,3 +320,54 @@ def _mesh(ranks: int | None, data_parallel: str | None, device: torch.device) ->
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+_abort = private(
+    "torch.distributed.distributed_c10d._abort_process_group",
+    "ending a group without waiting",
+    dist.destroy_process_group,
+)
+
+
+class Groups:
+    """Groups that live as long as any of their users does, unless they are closed before."""
+
+    def __init__(self, groups: Iterable[ProcessGroup] = ()) -> None:
+        self._end = finalize(self, _unused.extend, tuple(groups))
+        self._end.atexit = False  # at exit, all groups of the process end anyway
+
+    def keep_for(self, *users: object) -> None:
+        """Keep the groups alive for stages and schedules, which may outlive their pipeline."""
+        for user in users:
+            _kept[user] = self
+
+    def close(self) -> None:
+        """End the groups now, on every rank."""
+        self._end()
+        end_unused()
+
+
+_kept: WeakKeyDictionary[object, Groups] = WeakKeyDictionary()
+_unused: list[ProcessGroup] = []
+
+
+def end_unused() -> None:
+    """End the groups of pipelines that are gone; every rank calls it at the same place."""
+    gc.collect()
+    while _unused:
+        group = _unused.pop()
+        Distributed.forget(group)
+        with suppress(ValueError):  # the program has ended all groups itself
+            if "nccl" in dist.get_backend_config(group):
+                # Abort once its work is done: to destroy it, nccl would wait for the other ranks.
+                torch.cuda.synchronize()
+                _abort(group)
+            else:
+                dist.destroy_process_group(group)
+    if "torch.distributed.tensor" in sys.modules:
+        what = "a DTensor of a second pipeline"
+        private("torch.distributed.tensor.debug._clear_sharding_prop_cache", what, _do_nothing)()
+
+
+def _do_nothing() -> None:
+    pass

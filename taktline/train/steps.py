@@ -6,9 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, TypeVar
-from weakref import ref
 
 import torch
 from torch import nn
@@ -20,9 +18,8 @@ from taktline.plan import Kind, Plan
 from taktline.runtime.schedule import Schedule
 from taktline.split.hugging_face import without_cache
 from taktline.stage.names import unwrapped
-from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
-from taktline.transport.exit_hooks import notes
+from taktline.train.loader import broadcast_output
 
 T = TypeVar("T")
 
@@ -80,12 +77,6 @@ def of_model(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in _OPTIONS}
 
 
-def forward_order(plan: Plan, stage: int) -> list[int]:
-    """The micro-batches in the order in which a stage runs them forward."""
-    rows = plan.rows_of(plan.placement.rank_of[stage])
-    return rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
-
-
 def _without_cache(built: Built, options: dict[str, Any]) -> dict[str, Any]:
     """The options for a model in one stage, which keeps no cache, as in several stages.
 
@@ -112,27 +103,6 @@ def _on_device(values: T, device: torch.device) -> T:
         return tensor.to(device, non_blocking=True) if on_cpu else tensor
 
     return pytree.tree_map_only(torch.Tensor, move, values)
-
-
-_noted: list[ref[torch.Tensor]] = []
-"""The loss of the last step."""
-
-
-def note_loss(loss: torch.Tensor | None) -> None:
-    """Note the loss of a step: if ``loss.backward()`` ends the program, its error is explained."""
-    _noted[:] = [] if loss is None else [ref(loss)]
-
-
-def _explain_backward(error: BaseException) -> None:
-    losses = [loss() for loss in _noted]
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    if any(loss is not None and f.f_locals.get("self") is loss for loss in losses for f in frames):
-        error.add_note(
-            "pipe.step() has run the backward: gradients are in .grad. Leave out loss.backward()"
-        )
-
-
-notes.append(_explain_backward)
 
 
 @contextmanager
