@@ -59,9 +59,13 @@ def checked(given: dict[str, Any]) -> SimpleNamespace:
     for name, require in _CHECKS.items():
         if given[name] is not None or require is require_flag:  # all but flags may be None
             require(name, given[name])
-    if given["measure"]:
-        _require_measurable(given["model"], given["example"], given["cuts"])
     found = SimpleNamespace(**{name: value for name, value in given.items() if name != "self"})
+    whole = isinstance(found.model, nn.Module) and not isinstance(found.model, Pipe)
+    if found.measure and (not whole or found.example is None or found.cuts is not None):
+        raise PartitionError(
+            "measure=True cuts a model by the times of its layers: pass the whole model and "
+            "example=(…), the arguments of one micro-batch, and no cuts; or leave out measure=True"
+        )
     found.example = None if found.example is None else arguments_of(found.example)
     if found.cuts is not None:
         takes = "a list of names of submodules"
@@ -71,23 +75,6 @@ def checked(given: dict[str, Any]) -> SimpleNamespace:
     if found.timeout is not None and not isinstance(found.timeout, timedelta):
         found.timeout = timedelta(seconds=require_number("timeout", found.timeout, least=0.001))
     return found
-
-
-def _require_measurable(model: Any, example: Any, cuts: Any) -> None:
-    """Raise unless there is a model to cut by the times of its layers, and what to run them on."""
-    if cuts is not None:
-        raise PartitionError(
-            "measure=True finds where to cut the model, and cuts=[…] says it; pass one of them"
-        )
-    if not isinstance(model, nn.Module) or isinstance(model, Pipe):
-        raise PartitionError(
-            "measure=True is for a model that has yet to be cut, and these are its stages; pass "
-            "the whole model, or leave out measure=True"
-        )
-    if example is None:
-        raise PartitionError(
-            "measure=True runs the layers; pass example=(…), the arguments of one micro-batch"
-        )
 
 
 ScheduleChoice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]

@@ -43,6 +43,8 @@ class BatchDims:
         self._cutter = cutter
         given = cutter.args_spec is not None or cutter.kwargs_spec is not None
         self._example = {} if given or example is None else _tensors(*arguments_of(example))
+        self.compares = bool(self._example)
+        """Whether there is an example to compare batches with."""
         self._dims: _Dims = {}
 
     def fitted(self, batch: Batch) -> Cutter:

@@ -76,7 +76,8 @@ class Built:
         # Keyword arguments are the model's, so every rank gets the same ones.
         self.schedule._compared = ("args", "kwargs", "target")
         self.batch_dims = BatchDims(self.example, self.schedule._cutter)
-        self.schedule._cutter_for = self.batch_dims.fitted
+        if self.batch_dims.compares:
+            self.schedule._cutter_for = self.batch_dims.fitted
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """The parameters of this process: stage, name in the model, and parameter."""
@@ -166,7 +167,7 @@ def build(given: SimpleNamespace) -> Built:
         state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
     options = _options(given, ranks, cut.modules.values())
     built = Built(ranks, cut.plan, state, table, given.example, options)
-    ranks.made.keep_for(built.schedule, *state.modules.values())
+    ranks.own_groups.keep_for(built.schedule, *state.modules.values())
     _mark_replaced(before, {name: parameter for _, name, parameter in built.parameters()})
     with guarded(ranks.transport, BUILDING):
         built.schedule._runner.connect()

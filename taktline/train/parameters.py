@@ -150,9 +150,20 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
         norm_type = require_number("norm_type", norm_type, least=0)
     if not norm_type:
         refuse("norm_type", "more than 0", norm_type)
-    parameters, ranks, device = built.counted(), built.ranks, built.ranks.device
+    with built.everywhere("grad_norm()"):
+        mine, is_double = _own_norms(built, norm_type)
+        shared = built.ranks.gathered(mine | ({_DOUBLE: 1.0} if is_double else {}), "grad_norm()")
+    dtype = torch.float64 if shared.pop(_DOUBLE, 0.0) else torch.float32
+    ordered = [shared[place] for place in sorted(shared)]
+    # Torch refuses the largest of no gradients.
+    in_order = torch.tensor(ordered or [0.0], dtype=dtype, device="cpu")
+    return torch.linalg.vector_norm(in_order, norm_type).to(built.ranks.device)
+
+
+def _own_norms(built: Built, norm_type: float) -> tuple[dict[int, float], bool]:
+    """The norms of gradients here, by their places; and whether any is in double precision."""
+    parameters, norms = built.counted(), dict[int, torch.Tensor]()
     place_of = {parameter: place for place, parameter in parameters.items()}
-    norms: dict[int, torch.Tensor] = {}
     for alike in _alike(parameters.values()):
         places = [place_of[parameter] for parameter in alike]
         gradients = [_gradient(parameter) for parameter in alike]
@@ -160,16 +171,10 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
             norms[places[0]] = _norm_of_shards(gradients, norm_type)
         else:
             norms |= zip(places, _single_norms(gradients, norm_type), strict=True)
-    numbers = torch.stack([norm.to(device) for norm in norms.values()]).tolist() if norms else []
-    mine = dict(zip(norms, numbers, strict=True))
-    if any(norm.dtype == torch.float64 for norm in norms.values()):
-        mine[_DOUBLE] = 1.0
-    shared = ranks.gathered(mine, "grad_norm()")
-    dtype = torch.float64 if shared.pop(_DOUBLE, 0.0) else torch.float32
-    ordered = [shared[place] for place in sorted(shared)]
-    # Torch refuses the largest of no gradients.
-    in_order = torch.tensor(ordered or [0.0], dtype=dtype, device="cpu")
-    return torch.linalg.vector_norm(in_order, norm_type).to(device)
+    moved = [norm.to(built.ranks.device) for norm in norms.values()]
+    numbers = torch.stack(moved).tolist() if moved else []
+    is_double = any(norm.dtype == torch.float64 for norm in norms.values())
+    return dict(zip(norms, numbers, strict=True)), is_double
 
 
 def _norm_of_shards(gradients: Sequence[Any], norm_type: float) -> torch.Tensor:

@@ -158,9 +158,10 @@ class Pipeline:
         given = checked(locals())  # all arguments, as nothing else is set yet
         self._loss_fn, self._turn = loss_fn, Turn("this pipeline")
         self._metrics = Metrics(report_stragglers)
-        self._preemption = Preemption(on_preempt, self)
+        self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
         self._live: Built | None = build(given)
-        self._preemption.listen(self._live)
+        if self._preemption is not None:
+            self._preemption.listen(self._live)
 
     @classmethod
     def from_pretrained(cls, source: Any, **options: Any) -> Self:
@@ -206,7 +207,7 @@ class Pipeline:
                 ``target_mbs`` as in :meth:`Schedule.step`; all others are keyword arguments of
                 the model.
         """
-        self._preemption.end_if_agreed(self)
+        self._end_if_preempted()
         steps.require_backward(self.plan)
         if self._loss_fn is None:
             target, options = with_own_loss(target, options)
@@ -215,7 +216,8 @@ class Pipeline:
         with self._turn, self._metrics.report(self._built):
             output, loss = steps.run(self._built, "step", batch, lists, return_outputs)
         self._metrics.note((*args, *options.values()), loss)
-        self._preemption.hear()
+        if self._preemption is not None:
+            self._preemption.hear()
         return (loss, output) if return_outputs else loss
 
     def eval(
@@ -237,7 +239,7 @@ class Pipeline:
         """
         if not args and not options and target is None and return_outputs is None:
             return self.train(False)
-        self._preemption.end_if_agreed(self)
+        self._end_if_preempted()
         own = options.get("labels") is not None or return_outputs is False
         if self._loss_fn is None and own:
             target, options = with_own_loss(target, options)
@@ -246,8 +248,9 @@ class Pipeline:
         batch, lists = (args, target, options), (losses, aux_losses)
         with self._turn, steps.in_mode(*self.stages.values(), training=False):
             output, loss = steps.run(self._built, "eval", batch, lists, wanted)
-        self._preemption.hear()
-        self._preemption.end_if_agreed(self)
+        if self._preemption is not None:
+            self._preemption.hear()
+            self._end_if_preempted()
         if not wanted:
             return loss
         return output if loss is None else (loss, output)
@@ -388,8 +391,7 @@ class Pipeline:
     @known_keywords
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients of the model, the same on every rank."""
-        with self._built.everywhere("grad_norm()"):
-            return parameters.norm(self._built, norm_type)
+        return parameters.norm(self._built, norm_type)
 
     @known_keywords
     def clip_grad_norm_(
@@ -523,7 +525,8 @@ class Pipeline:
         """
         training = Training(optimizer, scheduler, scaler, data, extra)
         with self._turn:
-            self._preemption.place(training)
+            if self._preemption is not None:
+                self._preemption.place(training)
             held = self._built.held()
             return saving.save(held, folder, training, keep=keep, async_save=async_save)
 
@@ -554,7 +557,8 @@ class Pipeline:
         training = Training(optimizer, scheduler, scaler, data)
         with self._turn:
             loaded = loading.load(self._built.held(), folder, training)
-            self._preemption.use(data)
+            if self._preemption is not None:
+                self._preemption.use(data)
             return loaded
 
     @known_keywords
@@ -596,7 +600,8 @@ class Pipeline:
         """
         with self._turn:
             if self._live is not None:
-                self._preemption.close()
+                if self._preemption is not None:
+                    self._preemption.close()
                 ranks, self._live = self._live.ranks, None
                 ranks.close()
 
@@ -649,6 +654,10 @@ class Pipeline:
     @property
     def _ranks(self) -> Ranks:
         return self._built.ranks
+
+    def _end_if_preempted(self) -> None:
+        if self._preemption is not None:
+            self._preemption.end_if_agreed(self)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """The attribute in which torch looks up the rest of a name, by the name's first part."""

@@ -54,12 +54,14 @@ class AnotherStep(BaseException):
 
 
 class Preemption:
-    """Listens for SIGTERM for a pipeline, until that is collected or ``close()`` is called.
+    """Listens for SIGTERM for a pipeline, until that is collected or ``close()`` is called."""
 
-    Without ``on_preempt`` it does nothing.
-    """
-
-    def __init__(self, on_preempt: Callable[[Any], object] | None, pipe: Any) -> None:
+    def __init__(self, on_preempt: Callable[[Any], object], pipe: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise UseError(
+                "on_preempt handles SIGTERM, which only the main thread can; make the pipeline "
+                "there"
+            )
         self._on_preempt = on_preempt
         self._built: ref[Built] | None = None
         self._data: Any = None
@@ -72,20 +74,13 @@ class Preemption:
         self._waited = False
         """Whether a save has asked for one more step already."""
         self._noting: RemovableHandle | None = None
-        if on_preempt is not None:
-            if threading.current_thread() is not threading.main_thread():
-                raise UseError(
-                    "on_preempt handles SIGTERM, which only the main thread can; make the pipeline "
-                    "there"
-                )
-            _signals.join()
-            self._leave = finalize(pipe, _signals.leave)
+        _signals.join()
+        self._leave = finalize(pipe, _signals.leave)
 
     def listen(self, built: Built) -> None:
         """Let every step ask whether SIGTERM has come."""
-        if self._on_preempt is not None:
-            self._built = ref(built)
-            built.schedule._runner.agreement.asks_to_stop = _signals.received
+        self._built = ref(built)
+        built.schedule._runner.agreement.asks_to_stop = _signals.received
 
     @property
     def _waiting(self) -> Built | None:
@@ -136,9 +131,8 @@ class Preemption:
 
     def close(self) -> None:
         """Stop listening."""
-        if self._on_preempt is not None:
-            self._leave()
-            self._forget()
+        self._leave()
+        self._forget()
 
     def _note(self, *_: object) -> None:
         """Note where training goes on from here; also after each step of an optimizer."""
@@ -160,7 +154,6 @@ class Preemption:
 
         Returns only if training has to go on for one more step.
         """
-        assert self._on_preempt is not None
         self._ending = True
         try:
             self._on_preempt(pipe)

@@ -50,13 +50,13 @@ class Ranks:
         *,
         device: torch.device,
         mesh: DeviceMesh | None = None,
-        made: Groups | None = None,
+        own_groups: Groups | None = None,
     ) -> None:
-        """``made`` are the groups of the mesh, if it was made for this pipeline."""
+        """``own_groups`` are those of the mesh, if it was made for this pipeline."""
         self.size = size
         self.device = device
         self.mesh = mesh
-        self.made = made or Groups()
+        self.own_groups = own_groups or Groups()
         names = () if mesh is None else mesh.mesh_dim_names or ()
         self.groups = {} if mesh is None else {name: mesh[name].get_group() for name in names}
         """By the names of the mesh's dimensions."""
@@ -84,13 +84,7 @@ class Ranks:
     @property
     def everyone(self) -> list[Transport]:
         """All transports, that of the pipeline first, also where this process is alone."""
-        return [transport for _, transport in self.dimensions]
-
-    @property
-    def dimensions(self) -> list[tuple[str, Transport]]:
-        """The transport along each dimension of the mesh, by its name; the pipeline is first."""
-        others = zip(self._others, self._along(self._others), strict=True)
-        return [(PIPELINE, self.transport), *others]
+        return [self.transport, *self._along(self._others)]
 
     @property
     def transport(self) -> Transport:
@@ -120,7 +114,7 @@ class Ranks:
         of such a process, RANK or REPLICA for example. ``difference(noun, transport, rows)`` says
         why the rows of all do not fit together.
         """
-        for name, transport in self.dimensions:
+        for name, transport in zip((PIPELINE, *self._others), self.everyone, strict=True):
             noun = RANK if name == PIPELINE else f"{name} rank"
             noun = REPLICA if name in self.data_dims else noun
             mine = [int(error is not None), *numbers(noun)]
@@ -133,8 +127,6 @@ class Ranks:
 
     def mean_of_replicas(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean of a loss over the replicas."""
-        if self.replicas == 1:
-            return loss
         if loss.device.type != "cpu":  # stays there, without waiting for its value
             total = loss.double()
             for name in self.data_dims:
@@ -162,7 +154,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the process groups that were made for this pipeline."""
-        self.made.close()
+        self.own_groups.close()
         if self.group is not None:
             gc.collect()  # wrapped stages and their hooks hold each other, and connections
 
@@ -205,7 +197,7 @@ def find_ranks(
     device = device or _device(mesh)
     if device.type != "cpu" and device.index is not None:
         torch.get_device_module(device).set_device(device)
-    made = None
+    own_groups = None
     with _connecting():
         if not dist.is_initialized():
             backend = "gloo" if device.type == "cpu" else None
@@ -213,7 +205,7 @@ def find_ranks(
             atexit.register(_leave)
         if mesh is None:
             mesh = _mesh(ranks, data_parallel, device)
-            made = _own_groups(mesh, timeout)
+            own_groups = _own_groups(mesh, timeout)
     names = mesh.mesh_dim_names or ()
     if PIPELINE not in names:
         raise MismatchError(
@@ -225,7 +217,7 @@ def find_ranks(
         raise MismatchError(
             f"ranks is {ranks}, but the mesh has {size} in {PIPELINE!r}; leave out ranks"
         )
-    found = Ranks(size, device=device, mesh=mesh, made=made)
+    found = Ranks(size, device=device, mesh=mesh, own_groups=own_groups)
     if timeout is not None:
         for transport in found.transports:
             transport.timeout = timeout
@@ -330,7 +322,13 @@ _abort = private(
 
 
 class Groups:
-    """Groups that live as long as any of their users does, unless they are closed before."""
+    """Process groups that live as long as any of their users, unless they are closed before.
+
+    DTensor caches meshes, and uses a cached one for every mesh that equals it. So all ranks must
+    have the same in their caches. But Python collects a pipeline on one rank sooner than on
+    another, and on any thread. So its groups end in calls that all ranks make: when it is closed,
+    or when the next pipeline is made.
+    """
 
     def __init__(self, groups: Iterable[ProcessGroup] = ()) -> None:
         self._end = finalize(self, _unused.extend, tuple(groups))

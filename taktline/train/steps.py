@@ -59,11 +59,12 @@ def run(
         for text in built.batch_dims.misfits(args, of_model(options)):
             error.add_note(text)
         raise
-    ranks = built.ranks
+    ranks, loss = built.ranks, built.schedule.loss
     if return_outputs is True:
         output = broadcast_output(output, ranks, built.plan.placement.rank_of[-1])
-    loss = built.schedule.loss
-    return output, None if loss is None else ranks.mean_of_replicas(loss)
+    if loss is not None and ranks.replicas > 1:
+        loss = ranks.mean_of_replicas(loss)
+    return output, loss
 
 
 def require_backward(plan: Plan) -> None:
