@@ -48,6 +48,11 @@ class AnyName:
         return {}
 
 
+def no_children(pipe: object) -> Iterator[Any]:
+    """None: names are those of the model, wherever its modules are."""
+    return iter(())
+
+
 def advice(name: str) -> str:
     """What to do instead, if a module has such an attribute and a pipeline has not."""
     return f"; {_INSTEAD[name]}" if name in _INSTEAD else ""

@@ -122,6 +122,7 @@ class Pipeline:
     # and buffers have the model's names, dots included.
     _names = parameters.AnyName()
     _non_persistent_buffers_set: frozenset[str] = frozenset()
+    children = named_children = parameters.no_children
 
     @known_keywords
     def __init__(
@@ -191,9 +192,8 @@ class Pipeline:
         Every row counts the same, also where micro-batches differ in size.
 
         Gradients are added to ``.grad``, as ``backward()`` does, so do not call that on the loss.
-        Every rank may pass the whole
-        batch; ranks that do not need it ignore it. On a GPU this returns before the loss is
-        computed; reading the loss waits.
+        Every rank may pass the whole batch; ranks that do not need it ignore it. On a GPU this
+        returns before the loss is computed; reading the loss waits.
 
         Args:
             args: the model's arguments.
@@ -435,14 +435,6 @@ class Pipeline:
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules of this process, with their names in the model."""
         return parameters.modules_of(self._built.model)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """None: names are those of the model, wherever its modules are."""
-        return iter(())
-
-    def children(self) -> Iterator[nn.Module]:
-        """None."""
-        return iter(())
 
     def named_buffers(self, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """The persistent buffers of this process, with their names in the model."""
