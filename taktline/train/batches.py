@@ -1,7 +1,8 @@
-"""Finds the batch dimension of each argument by comparing a batch with the example.
+"""How a batch is cut, as far as the example shows it; and the loss that a model returns itself.
 
-The example is one micro-batch, so a batch has more rows. Of each argument, the dimension that grows
-with the others is the batch; one that does not grow belongs to all rows::
+The batch dimension of each argument is found by comparing a batch with the example, which is one
+micro-batch, so that a batch has more rows. The dimension that grows with the others is the batch;
+an argument that does not grow belongs to all rows::
 
                     example      batch
     hidden_states   [2, 16, 64]  [8, 16, 64]   rows are along dimension 0

@@ -156,17 +156,17 @@ def build(given: SimpleNamespace) -> Built:
         timeout=given.timeout,
     )
     with guarded(ranks.transport, BUILDING):
-        cut = _cut_together(given, ranks, None)
+        plan, modules = _cut_together(given, ranks, None)
         if given.measure:  # now that all ranks have the same model, and can cut it
-            cut = _cut_together(given, ranks, shared_times(ranks))
-        state = state_of(given.model, cut.modules, ranks.transport)
-        table = cut.table or StageTable.of(cut.plan, cut.modules, given.example, ranks.transport)
+            plan, modules = _cut_together(given, ranks, shared_times(ranks))
+        state = state_of(given.model, modules, ranks.transport)
+        table = StageTable.of(plan, modules, given.example, ranks.transport)
         table.prepared = given.prepare is not None
-        own = kept(cut.modules, _own_stages(ranks, cut.plan))
+        own = kept(modules, _own_stages(ranks, plan))
         ready = together(ranks, lambda: _ready(given, own, ranks), lambda _: Compared())
         state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
-    options = _options(given, ranks, cut.modules.values())
-    built = Built(ranks, cut.plan, state, table, given.example, options)
+    options = _options(given, ranks, modules.values())
+    built = Built(ranks, plan, state, table, given.example, options)
     ranks.own_groups.keep_for(built.schedule, *state.modules.values())
     _mark_replaced(before, {name: parameter for _, name, parameter in built.parameters()})
     with guarded(ranks.transport, BUILDING):
@@ -232,33 +232,26 @@ def _ranks_of(schedule: ScheduleChoice) -> int:
     return chosen.ranks if isinstance(chosen, Plan) else 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """A model in stages."""
-
-    plan: Plan
-    modules: dict[int, nn.Module]
-    """All stages; or those of this process, if it was given only some."""
-    table: StageTable | None
-
-    def compared(self, ranks: Ranks, seed: int | None, **options: object) -> Compared:
-        """What other ranks must have in common with this one."""
-        if all(transport.size == 1 for transport in ranks.everyone):
-            return Compared()
-        return Compared.of(self.plan, self.modules, seed=seed, **options)
-
-
-def _cut_together(given: SimpleNamespace, ranks: Ranks, measure: Measure | None) -> _Cut:
+def _cut_together(
+    given: SimpleNamespace, ranks: Ranks, measure: Measure | None
+) -> tuple[Plan, dict[int, nn.Module]]:
     """Cut the model on all ranks; if any cannot, or they differ, all raise why."""
+    alone = all(transport.size == 1 for transport in ranks.everyone)
+    options = {"seed": given.seed, "data_parallel": given.data_parallel}
     return together(
         ranks,
         lambda: _cut(given, ranks, measure),
-        lambda cut: cut.compared(ranks, given.seed, data_parallel=given.data_parallel),
+        lambda cut: Compared() if alone else Compared.of(*cut, **options),
     )
 
 
-def _cut(given: SimpleNamespace, ranks: Ranks, measure: Measure | None) -> _Cut:
-    """Cut the model; other ranks are asked for the times of its layers alone."""
+def _cut(
+    given: SimpleNamespace, ranks: Ranks, measure: Measure | None
+) -> tuple[Plan, dict[int, nn.Module]]:
+    """The plan, and all stages; or those of this process, if it was given only some.
+
+    Other ranks are asked for the times of layers alone.
+    """
     model = given.model
     plan = plan_for(
         opened(given.schedule),
@@ -270,13 +263,9 @@ def _cut(given: SimpleNamespace, ranks: Ranks, measure: Measure | None) -> _Cut:
     if ranks.in_one_process and isinstance(model, nn.Module) and not isinstance(model, Pipe):
         # As a whole, before it is cut: then it shares all tensors with its stages.
         materialise(model, ranks.device, state_dict=given.state_dict)
-    modules, table = take_apart(model, plan, given.example, given.cuts, measure), None
+    modules = take_apart(model, plan, given.example, given.cuts, measure)
     own = kept(modules, _own_stages(ranks, plan))
-    if isinstance(model, Mapping):
-        modules = own
-    else:
-        table = StageTable.of(plan, modules, given.example, ranks.transport)
-    return _Cut(plan, modules, table)
+    return plan, own if isinstance(model, Mapping) else modules
 
 
 def _own_stages(ranks: Ranks, plan: Plan) -> list[int]:
