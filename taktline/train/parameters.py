@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -248,11 +246,6 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-_log = logging.getLogger("taktline")
-_LARGE = 8 << 30
-"""More bytes than one process should hold."""
-
-
 def own_state(model: ModelState, *, with_rest: bool) -> dict[str, torch.Tensor]:
     """The tensors of this process, in the model's order; not copies."""
     held = {name: each.tensor.detach() for name, each in foremost(model.held()).items()}
@@ -272,7 +265,6 @@ def gathered_state(model: ModelState, ranks: Ranks) -> dict[str, torch.Tensor]:
     if not ranks.is_first:
         return {}
     if ranks.group is None:
-        _log_size(sum(value.nbytes for value in mine.values()))
         return {name: value.to("cpu", copy=True) for name, value in mine.items()}
     priorities = {name: each.priority for name, each in foremost(model.held()).items()}
     kinds = [
@@ -285,8 +277,6 @@ def gathered_state(model: ModelState, ranks: Ranks) -> dict[str, torch.Tensor]:
     sender = writers([[(name, priority) for name, _, _, priority in kinds] for kinds in listed])
     coming = [(rank, *kind) for rank, kinds in enumerate(listed) for kind in kinds]
     coming = [each for each in coming if sender[each[1]] == each[0]]
-    if first:
-        _log_size(sum(prod(shape) * kind.itemsize for _, _, shape, kind, _ in coming))
     state: dict[str, torch.Tensor] = {}
     for rank, name, shape, kind, _ in coming:
         if rank == ranks.transport.rank and not first:
@@ -308,16 +298,6 @@ def _kinds(
         if dtype not in DTYPES or min(shape, default=0) < 0:
             raise TransportError(f"rank {rank} has no tensor {name} of {dtype}{shape}")
     return [(name, shape, DTYPES[dtype], priority) for name, shape, dtype, priority in kinds]
-
-
-def _log_size(size: int) -> None:
-    level = logging.WARNING if size > _LARGE else logging.INFO
-    _log.log(
-        level,
-        "state_dict(gathered=True) takes %.1f MiB on the first rank; pipe.save(…) writes a model "
-        "of any size",
-        size / 2**20,
-    )
 
 
 def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
