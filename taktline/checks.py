@@ -207,31 +207,19 @@ def known_keywords(function: F) -> F:
         made = cast(Any, function)
         made.__init__ = known_keywords(made.__init__)
         return made
+    parameters = inspect.signature(function).parameters.values()
+    known = [each.name for each in parameters if each.name != "self"]
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return function
+    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise  # it has begun
-            known = _keywords(function)
-            unknown = next((name for name in kwargs if name not in known), None)
-            if unknown is None or not known:
-                raise
-        name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-        raise ArgumentError(f"{name}() takes no {unknown!r}; {did_you_mean(unknown, known)}")
+        for unknown in [name for name in kwargs if name not in known]:
+            raise ArgumentError(f"{name}() takes no {unknown!r}; {did_you_mean(unknown, known)}")
+        return function(*args, **kwargs)
 
     return cast(F, called)
-
-
-def _keywords(function: Callable[..., Any]) -> list[str]:
-    """The keywords that a function takes; none if it takes any."""
-    parameters = list(inspect.signature(function).parameters.values())
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [each.name for each in parameters if each.kind in named and each.name != "self"]
 
 
 def launched() -> bool:

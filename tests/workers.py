@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from taktline.train.process_groups import end_unused
+from taktline.train.ranks import end_unused
 from taktline.transport.exit_hooks import planes
 from tests.settled import settle
 

@@ -1,11 +1,13 @@
-"""Checks arguments of a pipeline before anything is built."""
+"""Checks the arguments of a pipeline before anything is built; the plan that they ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,8 +21,13 @@ from taktline.checks import (
     require_number,
     require_whole,
 )
+from taktline.device import require_usable_device
 from taktline.errors import MismatchError, PartitionError, ScheduleError
+from taktline.plan import NamedSchedule, Plan, find, read
+from taktline.runtime.schedule import Schedule
 from taktline.split import Pipe
+from taktline.split.arguments import arguments_of
+from taktline.text import counted
 
 
 def _require_state(name: str, value: Any) -> None:
@@ -47,41 +54,87 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 }
 
 
-def check(given: Mapping[str, Any]) -> None:
-    """Raise unless each argument is valid; all but flags may be None."""
+def checked(given: dict[str, Any]) -> SimpleNamespace:
+    """The arguments of a pipeline by name; raises unless each is valid, as far as one can see."""
     for name, require in _CHECKS.items():
-        if given[name] is not None or require is require_flag:
+        if given[name] is not None or require is require_flag:  # all but flags may be None
             require(name, given[name])
-    if given["measure"]:
-        _require_measurable(given["model"], given["example"], given["cuts"])
-
-
-def _require_measurable(model: Any, example: Any, cuts: Any) -> None:
-    """Raise unless there is a model to cut by the times of its layers, and what to run them on."""
-    if cuts is not None:
+    found = SimpleNamespace(**{name: value for name, value in given.items() if name != "self"})
+    whole = isinstance(found.model, nn.Module) and not isinstance(found.model, Pipe)
+    if found.measure and (not whole or found.example is None or found.cuts is not None):
         raise PartitionError(
-            "measure=True finds where to cut the model, and cuts=[…] says it; pass one of them"
+            "measure=True cuts a model by the times of its layers: pass the whole model and "
+            "example=(…), the arguments of one micro-batch, and no cuts; or leave out measure=True"
         )
-    if not isinstance(model, nn.Module) or isinstance(model, Pipe):
-        raise PartitionError(
-            "measure=True is for a model that has yet to be cut, and these are its stages; pass "
-            "the whole model, or leave out measure=True"
+    found.example = None if found.example is None else arguments_of(found.example)
+    if found.cuts is not None:
+        takes = "a list of names of submodules"
+        found.cuts = require_iterable("cuts", found.cuts, takes, PartitionError)
+    if found.device is not None:
+        found.device = require_usable_device(found.device)
+    if found.timeout is not None and not isinstance(found.timeout, timedelta):
+        found.timeout = timedelta(seconds=require_number("timeout", found.timeout, least=0.001))
+    return found
+
+
+ScheduleChoice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
+"""A name, a file, a plan, or the class of a schedule."""
+
+
+def opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
+    """The plan, if one was given or is in a file; else the schedule of that name."""
+    if isinstance(schedule, type) and issubclass(schedule, Schedule):
+        return find(schedule.__name__)
+    if isinstance(schedule, os.PathLike) or (
+        isinstance(schedule, str) and schedule.lower().endswith((".csv", ".json"))
+    ):
+        return read(schedule)
+    if isinstance(schedule, str):
+        return find(schedule)
+    if isinstance(schedule, Plan):
+        return schedule
+    raise ScheduleError(f"schedule is a name, a plan, a file or a Schedule class, not {schedule!r}")
+
+
+def plan_for(
+    schedule: Plan | NamedSchedule,
+    *,
+    ranks: int,
+    microbatches: int | None,
+    stages: int | None = None,
+    stages_per_rank: int | None = None,
+) -> Plan:
+    """The plan for so many ranks; ``stages`` is how many the model was cut into, if it was.
+
+    >>> plan_for(opened("zbv"), ranks=2, microbatches=4).stages
+    4
+    """
+    if isinstance(schedule, Plan):
+        return _fitting(schedule, ranks, microbatches)
+    if microbatches is None:
+        raise ScheduleError(f"pass microbatches=…, the number of micro-batches for {schedule.name}")
+    if stages is not None:
+        per_rank, rest = divmod(stages, ranks)
+        if rest or not per_rank or stages_per_rank not in (None, per_rank):
+            asked = f"with {stages_per_rank} on each" if stages_per_rank else "evenly"
+            raise ScheduleError(
+                f"{counted(stages, 'stage')} cannot be placed on {counted(ranks, 'rank')} {asked}; "
+                f"cut the model into {ranks * (stages_per_rank or schedule.stages_per_rank or 1)}"
+            )
+        stages_per_rank = per_rank
+    return schedule.build(ranks, microbatches, stages_per_rank)
+
+
+def _fitting(plan: Plan, ranks: int, microbatches: int | None) -> Plan:
+    """A ready plan; raises unless it is for these numbers."""
+    if plan.ranks != ranks:
+        raise ScheduleError(
+            f"plan {plan.name!r} is for {counted(plan.ranks, 'rank')}, not {ranks}; start "
+            f"{plan.ranks}, or pass ranks={plan.ranks} without a launcher"
         )
-    if example is None:
-        raise PartitionError(
-            "measure=True runs the layers; pass example=(…), the arguments of one micro-batch"
+    if microbatches not in (None, plan.microbatches):
+        raise ScheduleError(
+            f"plan {plan.name!r} has {counted(plan.microbatches, 'micro-batch')}, but "
+            f"microbatches is {microbatches}; leave it out"
         )
-
-
-def names_of(cuts: Any) -> list[str] | None:
-    """The names of the submodules at which stages begin, as a list."""
-    if cuts is None:
-        return None
-    return require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
-
-
-def as_timedelta(timeout: float | timedelta | None) -> timedelta | None:
-    """A timeout that was given in seconds, or as a timedelta."""
-    if timeout is None or isinstance(timeout, timedelta):
-        return timeout
-    return timedelta(seconds=require_number("timeout", timeout, least=0.001))
+    return plan

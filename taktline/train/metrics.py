@@ -30,7 +30,11 @@ _REMEMBERED = 8
 class Metrics:
     """The metrics of the latest steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, report_every: int | None = None) -> None:
+        """Every so many steps, the log says which ranks are slow."""
+        self._report_every = report_every
+        self._timelines: deque[Timeline] = deque(maxlen=_REMEMBERED + 1)
+        """Of the latest reports."""
         self._ends: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
         """When each step ended, with its rows and its tokens."""
         self.loss: torch.Tensor | None = None
@@ -62,6 +66,22 @@ class Metrics:
                 if total := sum(end[place] for end in later):
                     found[name] = replicas * total / seconds
         return found
+
+    @contextmanager
+    def report(self, built: Built) -> Iterator[None]:
+        """Wrap a training step; if it is time, trace it, and log which ranks were slow in it."""
+        number, every = built.schedule.steps, self._report_every
+        if not every or (number + 1) % every or built.schedule._runner.recorder is not None:
+            yield
+            return
+        with built.schedule.trace() as trace:
+            yield
+        self._timelines.extend(trace.timelines)
+        work, ranks = built.table.work, built.ranks
+        judged = list(self._timelines) if work is None else list(self._timelines)[-1:]
+        where = f"replica {ranks.replica}, " if ranks.replicas > 1 else ""
+        for straggler in stragglers(judged, work=work) if 0 in ranks.own else ():
+            _log.warning("%sstep %d: %s", where, number, straggler)
 
 
 def _peak(device: torch.device) -> int:
@@ -123,32 +143,3 @@ def _bar(total: int | None) -> Any:
     bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
     bar.add_task("", total=total, line="")
     return bar
-
-
-class StragglerReport:
-    """Traces every n-th step, and logs which ranks were slow in it."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self._timelines: deque[Timeline] = deque(maxlen=_REMEMBERED + 1)
-
-    @contextmanager
-    def step(self, built: Built) -> Iterator[None]:
-        """Wrap a training step; all ranks take part."""
-        number = built.schedule.steps
-        traced = built.schedule._runner.recorder is not None
-        if traced or (number + 1) % self.every:
-            yield
-            return
-        with built.schedule.trace() as trace:
-            yield
-        self._timelines.extend(trace.timelines)
-        if 0 in built.ranks.own:
-            self._log_stragglers(built, number)
-
-    def _log_stragglers(self, built: Built, number: int) -> None:
-        work, ranks = built.table.work, built.ranks
-        judged = list(self._timelines) if work is None else [self._timelines[-1]]
-        where = f"replica {ranks.replica}, " if ranks.replicas > 1 else ""
-        for straggler in stragglers(judged, work=work):
-            _log.warning("%sstep %d: %s", where, number, straggler)

@@ -1,28 +1,34 @@
-"""Cuts a model into stages, or takes the stages that a user has cut; explains why it cannot."""
+"""Cuts a model into stages, or takes those of a user; wraps them in DDP or FSDP2."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 
 from taktline import split
 from taktline.checkpoint.model_state import ModelState, uses_in
 from taktline.checkpoint.pretrained import Conversions
 from taktline.device import keep_generators
-from taktline.errors import PartitionError, TaktlineError, text_of
+from taktline.errors import MismatchError, PartitionError, TaktlineError, text_of
 from taktline.plan import Plan
 from taktline.split import Pipe
+from taktline.split.arguments import without_padding
 from taktline.split.auto import divide
 from taktline.split.by_names import as_call
 from taktline.split.costs import Measure
+from taktline.split.recorded_stage import with_own_tables
+from taktline.stage.grad_sync import sync_of
 from taktline.text import counted
-from taktline.train.measure import with_copied_buffers
-from taktline.train.own_example import own_example
+from taktline.train.ranks import Ranks
+from taktline.train.stage_table import with_copied_buffers
 from taktline.transport import Transport
 from taktline.transport.exchange import share_values
 
@@ -104,7 +110,7 @@ def _stages(
     except Exception as error:  # the model's code runs there
         if is_own and _is_from_the_model(error):
             raise _no_example(model, plan) from error
-        better = _explained(error, model, example, None if cuts else plan)
+        better = _explained(error, model, example)
         if better is error:
             raise
         raise better from better.__cause__
@@ -140,13 +146,8 @@ def kept(modules: Mapping[int, nn.Module], stages: Sequence[int]) -> dict[int, n
     return {stage: modules[stage] for stage in stages}
 
 
-def _explained(
-    error: Exception, model: nn.Module, example: Any, plan: Plan | None
-) -> TaktlineError:
-    """The error to raise in place of an error in cutting a model.
-
-    ``plan`` has the number of stages, if the user has not said where to cut.
-    """
+def _explained(error: Exception, model: nn.Module, example: Any) -> TaktlineError:
+    """The error to raise in place of an error in cutting a model."""
     name = type(model).__name__
     own = _own_error(model, example) if _is_from_the_model(error) else None
     if own is not None:
@@ -166,9 +167,7 @@ def _explained(
         )
         better.__cause__ = error
         return better
-    if plan is None or not (most := _most_stages(model, example, plan.stages)):
-        return error
-    return PartitionError(f"{error}; {_advice(most, plan)}")
+    return error
 
 
 def _is_from_the_model(error: Exception) -> bool:
@@ -196,21 +195,116 @@ def _own_error(model: nn.Module, example: Any) -> Exception | None:
     return None
 
 
-def _most_stages(model: nn.Module, example: Any, stages: int) -> int:
-    """The largest number of stages below this one that a model can be cut into; 0: unknown."""
-    for fewer in range(stages - 1, 1, -1):
-        try:
-            split.auto(model, fewer, example)
-        except Exception:  # the first error is the one to report
-            continue
-        return fewer
-    return 0
+_LENGTH = 128
+"""Of a text: long enough for its layers to compute, and not only to begin."""
 
 
-def _advice(most: int, plan: Plan) -> str:
-    """On how many ranks the model can run."""
-    each = plan.stages // plan.ranks
-    ranks = most // each
-    if ranks > 1:
-        return f"{plan.name} with {counted(each, 'stage')} per rank runs on up to {ranks} ranks"
-    return f"1f1b, with one stage per rank, runs on up to {most} ranks"
+def own_example(model: nn.Module) -> Any:
+    """Arguments by which a model can be cut; None if it does not say what it takes."""
+    dummies, config = getattr(model, "dummy_inputs", None), getattr(model, "config", None)
+    if not isinstance(dummies, dict):
+        return None
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
+        height, width = (size, size) if isinstance(size, int) else size or (0, 0)
+        return (), {"pixel_values": torch.zeros(1, channels, height, width)}
+    most = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    texts = {
+        name: _lengthened(without_padding(model, each), most) for name, each in dummies.items()
+    }
+    return (), texts
+
+
+def _lengthened(dummy: Any, length: int) -> Any:
+    """Texts, repeated up to a length; other values as they are."""
+    if not isinstance(dummy, torch.Tensor) or dummy.ndim != 2 or dummy.is_floating_point():
+        return dummy
+    return dummy.repeat(1, -(-length // dummy.shape[1]))[:1, :length]
+
+
+_CONTAINERS = nn.ModuleList, nn.ModuleDict
+"""They have no forward, so they cannot be sharded by themselves."""
+
+
+def separate(stages: Iterable[nn.Module]) -> None:
+    """Give each stage its own copy of what an earlier one has, too: FSDP2 shards a module once.
+
+    The copies have the same parameters, as other tied weights do before they are sharded.
+    """
+    seen: set[int] = set()  # own units of several stages are different objects with one __dict__
+    for stage in stages:
+        for module in [module for module in stage.modules() if id(vars(module)) not in seen]:
+            for name, child in module._modules.items():
+                if child is not None and id(vars(child)) in seen:
+                    module._modules[name] = with_own_tables(child)
+        seen |= {id(vars(module)) for module in stage.modules()}
+
+
+def wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Module:
+    """A stage in DDP or FSDP2 over the data-parallel dimensions of the mesh."""
+    if data_parallel is None or ranks.mesh is None:
+        return module
+    if not any(parameter.is_floating_point() for parameter in module.parameters()):
+        return module  # without gradients to average, now and later
+    if data_parallel == "ddp":
+        if len(ranks.data_dims) != 1:
+            raise MismatchError(
+                f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
+            )
+        return _replicated(module, ranks.groups[ranks.data_dims[0]])
+    return _sharded(module, ranks.mesh[ranks.data_dims])
+
+
+def _replicated(module: nn.Module, group: ProcessGroup) -> nn.Module:
+    """DDP, also around a frozen stage, which the user may unfreeze later."""
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return DistributedDataParallel(module, process_group=group)
+    # DDP wants one that is trained; it keeps memory for its gradient.
+    several = (parameter for parameter in module.parameters() if parameter.is_floating_point())
+    smallest = min(several, key=torch.Tensor.numel)
+    smallest.requires_grad_(True)
+    try:
+        return DistributedDataParallel(module, process_group=group)
+    finally:
+        smallest.requires_grad_(False)
+
+
+def _sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2, with each block of a list of layers gathered by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for path, layer in _layers(module):
+        held = [name for parameter in layer.parameters() for name in names[parameter]]
+        # What it shares with others is sharded with the stage: FSDP2 shards a parameter once.
+        if held and all(name.startswith(path) for name in held):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers in lists, with their paths; not those inside of other layers."""
+    for name, child in module.named_children():
+        inside = f"{path}{name}."
+        if isinstance(module, nn.ModuleList) and not isinstance(child, _CONTAINERS):
+            yield inside, child
+        else:
+            yield from _layers(child, inside)
+
+
+def require_wrapped(modules: Mapping[int, nn.Module], ranks: Ranks) -> None:
+    """Raise if nothing averages the gradients of a stage over its replicas."""
+    if ranks.replicas == 1:
+        return
+    for stage, module in modules.items():
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        if trains and sync_of(module) is None:
+            dims = ", ".join(map(repr, ranks.data_dims))
+            raise MismatchError(
+                f"the mesh has room for {ranks.replicas} replicas of stage {stage} ({dims}), and "
+                'nothing averages their gradients; pass data_parallel="ddp" or "fsdp", or wrap it '
+                "in prepare"
+            )

@@ -1,39 +1,48 @@
-"""``Pipeline``: a model on its ranks, and its training step."""
+"""``Pipeline``: a model on its ranks, and how it trains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from html import escape
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
-from taktline.checks import known_keywords, require_number
-from taktline.device import require_usable_device
-from taktline.errors import ScheduleError
-from taktline.plan import Kind
+from taktline.checkpoint import loading, pretrained, saving
+from taktline.checkpoint.loading import Loaded
+from taktline.checkpoint.saving import Training
+from taktline.checks import known_keywords, require_flag, require_number, require_whole
+from taktline.errors import UseError
+from taktline.plan import Plan
+from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
-from taktline.split.arguments import arguments_of
-from taktline.train.arguments import as_timedelta, check, names_of
-from taktline.train.as_module import AsModule
-from taktline.train.build import Prepare, build
-from taktline.train.choose_plan import ScheduleChoice
-from taktline.train.comparison import Verification
+from taktline.train import parameters, steps
+from taktline.train.arguments import ScheduleChoice, checked
+from taktline.train.batches import with_own_loss
+from taktline.train.build import Built, Prepare, build
 from taktline.train.generate import Request, generate
-from taktline.train.gradients import Gradients
 from taktline.train.loader import SharedLoader
+from taktline.train.metrics import Metrics, progress
 from taktline.train.model_stages import Model
-from taktline.train.monitoring import Monitoring
-from taktline.train.preemption import PREEMPTED
-from taktline.train.save_load import SaveLoad
-from taktline.train.steps import Outputs, in_mode, loss_in_output, note_loss, run, with_own_loss
-from taktline.train.verify import verify
+from taktline.train.parameters import Scaler, gathered_state, load_state, own_state
+from taktline.train.preemption import PREEMPTED, Preemption
+from taktline.train.ranks import Ranks
+from taktline.train.stage_table import Boundaries
+from taktline.train.steps import Outputs
+from taktline.train.verify import Verification, verify
+from taktline.transport.turn import Turn
+
+T = TypeVar("T")
 
 
-class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
+class Pipeline:
     """A model, cut into stages, on its ranks; it trains like the plain model.
 
     Started by torchrun, each process is a rank. Without a launcher all ``ranks``
@@ -109,6 +118,12 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
     PREEMPTED: ClassVar[int] = PREEMPTED
     """The exit code of every rank after ``on_preempt``."""
 
+    # torch.distributed.checkpoint takes a pipeline for a module without children, whose parameters
+    # and buffers have the model's names, dots included.
+    _names = parameters.AnyName()
+    _non_persistent_buffers_set: frozenset[str] = frozenset()
+    children = named_children = parameters.no_children
+
     @known_keywords
     def __init__(
         self,
@@ -141,44 +156,26 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         report_stragglers: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        check(locals())  # all arguments, as nothing else is set yet
-        self._begin(loss_fn, on_preempt, report_stragglers)
-        options = {
-            "loss_fn": loss_fn or loss_in_output,
-            "dynamic_shapes": dynamic_shapes,
-            "cuda_graphs": cuda_graphs,
-            "run_ahead": run_ahead,
-            "check_finite": check_finite,
-            "args_chunk_spec": args_chunk_spec,
-            "kwargs_chunk_spec": kwargs_chunk_spec,
-            "output_merge_spec": output_merge_spec,
-            "target_chunk_spec": target_chunk_spec,
-        }
-        self._live = build(
-            model,
-            None if example is None else arguments_of(example),
-            options,
-            schedule=schedule,
-            microbatches=microbatches,
-            ranks=ranks,
-            stages_per_rank=stages_per_rank,
-            cuts=names_of(cuts),
-            measures=measure,
-            mesh=mesh,
-            data_parallel=data_parallel,
-            prepare=prepare,
-            compiles=compile,
-            device=None if device is None else require_usable_device(device),
-            seed=seed,
-            state_dict=state_dict,
-            timeout=as_timedelta(timeout),
-        )
-        self._listen()
+        given = checked(locals())  # all arguments, as nothing else is set yet
+        self._loss_fn, self._turn = loss_fn, Turn("this pipeline")
+        self._metrics = Metrics(report_stragglers)
+        self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
+        self._live: Built | None = build(given)
+        if self._preemption is not None:
+            self._preemption.listen(self._live)
 
-    @property
-    def schedules(self) -> dict[int, Schedule]:
-        """The schedule of each rank of this process; if all ranks are here, one runs them all."""
-        return dict.fromkeys(self._ranks.own, self._built.schedule)
+    @classmethod
+    def from_pretrained(cls, source: Any, **options: Any) -> Self:
+        """A pipeline of a model of transformers, of which each process reads its own part.
+
+        Args:
+            source: a folder with a config and safetensors files; or a config, for a model with new
+                values.
+            options: what :class:`Pipeline` takes beside the model. Without ``example`` and
+                ``cuts``, a model for texts or images is cut by an example of its own.
+        """
+        model, files = pretrained.build(source)
+        return cls(model, **({} if files is None else {"state_dict": files}), **options)
 
     def step(
         self,
@@ -195,9 +192,8 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         Every row counts the same, also where micro-batches differ in size.
 
         Gradients are added to ``.grad``, as ``backward()`` does, so do not call that on the loss.
-        Every rank may pass the whole
-        batch; ranks that do not need it ignore it. On a GPU this returns before the loss is
-        computed; reading the loss waits.
+        Every rank may pass the whole batch; ranks that do not need it ignore it. On a GPU this
+        returns before the loss is computed; reading the loss waits.
 
         Args:
             args: the model's arguments.
@@ -212,20 +208,16 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
                 the model.
         """
         self._end_if_preempted()
-        if not self.plan.has(Kind.B, Kind.I):
-            raise ScheduleError(f"{self.plan.name} has no backward; call eval(…)")
+        steps.require_backward(self.plan)
         if self._loss_fn is None:
             target, options = with_own_loss(target, options)
-        scale = 1.0 if scaler is None else self._scale(scaler)
-        lists = losses, aux_losses
-        options |= {"grad_scale": scale}
-        report = nullcontext() if self._report is None else self._report.step(self._built)
-        with self._turn, report:
-            step = self._built.schedule.step
-            output, loss = run(self._built, step, (args, target, options), lists, return_outputs)
+        options["grad_scale"] = 1.0 if scaler is None else parameters.scale(self._ranks, scaler)
+        batch, lists = (args, target, options), (losses, aux_losses)
+        with self._turn, self._metrics.report(self._built):
+            output, loss = steps.run(self._built, "step", batch, lists, return_outputs)
         self._metrics.note((*args, *options.values()), loss)
-        note_loss(loss)
-        self._hear()
+        if self._preemption is not None:
+            self._preemption.hear()
         return (loss, output) if return_outputs else loss
 
     def eval(
@@ -254,13 +246,25 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs
         batch, lists = (args, target, options), (losses, aux_losses)
-        with self._turn, in_mode(*self.stages.values(), training=False):
-            output, loss = run(self._built, self._built.schedule.eval, batch, lists, wanted)
-        self._hear()
-        self._end_if_preempted()
+        with self._turn, steps.in_mode(*self.stages.values(), training=False):
+            output, loss = steps.run(self._built, "eval", batch, lists, wanted)
+        if self._preemption is not None:
+            self._preemption.hear()
+            self._end_if_preempted()
         if not wanted:
             return loss
         return output if loss is None else (loss, output)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of a batch, as :meth:`eval` returns them; to train, call :meth:`step`.
+
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> with torch.no_grad():
+        ...     pipe(torch.ones(4, 2)).shape
+        torch.Size([4, 1])
+        """
+        parameters.require_no_gradients(self._built.model)
+        return self.eval(*args, **kwargs)
 
     def verify(
         self,
@@ -306,14 +310,12 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         attention_mask: torch.Tensor | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
-        use_cache: bool = True,
     ) -> torch.Tensor:
         """Continue texts by the likeliest token each time: returns all texts on every rank.
 
         For causal language models: those of transformers, and others that return logits of shape
-        [rows, length, words]. Micro-batches follow each other through the stages. Each stage
-        keeps the keys and values of its own layers. Models that are not of transformers, or have
-        layers of other kinds, compute the whole text again for each token.
+        [rows, length, words]. Micro-batches follow each other through the stages, which compute the
+        whole texts again for each token.
 
         Args:
             ids: texts, [rows, length].
@@ -321,17 +323,14 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             attention_mask: 0 for padding on the left of shorter texts, else 1.
             eos_token_id: tokens that end a text; by default those of the model.
             pad_token_id: the token that fills up an ended text; by default the model's.
-            use_cache: False computes the whole text again for each token.
 
         >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
         >>> pipe = Pipeline([model[0], model[1]], microbatches=2, ranks=2)
         >>> pipe.generate(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=5).shape
         torch.Size([2, 8])
         """
-        request = Request(
-            ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, use_cache
-        )
-        with self._turn, in_mode(*self.stages.values(), training=False):
+        request = Request(ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id)
+        with self._turn, steps.in_mode(*self.stages.values(), training=False):
             return generate(self._built, request)
 
     def loader(self, batches: Iterable[Any] | None) -> SharedLoader:
@@ -340,9 +339,345 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         The first rank of each replica reads, and sends every batch to the others. All ranks call
         this and iterate together; ranks that do not read may pass None.
 
-        >>> import taktline as tl
-        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
         >>> [pipe.eval(x).shape for x in pipe.loader([torch.ones(4, 2), torch.ones(6, 2)])]
         [torch.Size([4, 1]), torch.Size([6, 1])]
         """
         return SharedLoader(batches, self._ranks)
+
+    def progress(self, batches: Iterable[T], *, every: int = 10) -> Iterator[T]:
+        """Yields the batches, while the first rank shows how training goes.
+
+        It shows a bar on a terminal (with rich), and lines elsewhere: loss, tokens or rows a
+        second, the bubble, and this process's peak memory. Every rank iterates.
+
+        Args:
+            batches: a list, a ``DataLoader``, or :meth:`loader` of one.
+            every: the numbers are read after so many steps. Where ranks are processes, one of
+                these steps is traced to measure the bubble.
+
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> for x in pipe.progress([torch.ones(4, 2)] * 3, every=5):  # doctest: +ELLIPSIS
+        ...     output = pipe.eval(x)
+        step    3  peak ...
+        """
+        require_whole("every", every, least=1)
+        return progress(self, batches, every, measured=not self._ranks.in_one_process)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a log, under the same names each time; those that are known.
+
+        ``step``, ``loss`` (of the latest step), ``step_ms``, ``rows_per_s`` and ``tokens_per_s``
+        (of all replicas, over the last 20 steps), ``bubble`` (of the latest step that
+        :meth:`progress` has measured), ``peak_memory`` (bytes of this process).
+
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> sorted(pipe.metrics())
+        ['peak_memory', 'step']
+        """
+        return self._metrics.read(self._built.schedule.steps, self.replicas, self.device)
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Trace the steps inside of the block, on every rank; see :meth:`Schedule.trace`."""
+        with self._built.schedule.trace() as trace:
+            trace.work = self._built.table.work
+            yield trace
+
+    def scaler(self, **options: Any) -> Scaler:
+        """A ``torch.amp.GradScaler`` with the same decision on all ranks; takes its options."""
+        return Scaler(self._ranks, **options)
+
+    @known_keywords
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients of the model, the same on every rank."""
+        return parameters.norm(self._built, norm_type)
+
+    @known_keywords
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients like ``torch.nn.utils.clip_grad_norm_``; returns it."""
+        parameters.require_clip(max_norm, error_if_nonfinite)
+        norm = self.grad_norm(norm_type)
+        parameters.clip(self.parameters(), max_norm, norm, error_if_nonfinite)
+        return norm
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Average gradients over replicas once for all steps in ``with pipe.accumulate():``.
+
+        Without it, several steps add up their gradients just as well, but each averages them.
+        """
+        return self._built.schedule.accumulate()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this process, as ``optimizer.zero_grad()`` does."""
+        parameters.zero_grad(self.parameters(), set_to_none)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this process."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this process, with their names in the model.
+
+        A weight with several names has the one that the model lists first. Where ranks are
+        processes, each that uses a tied weight has it.
+        """
+        return self._built.named_parameters()
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of this process."""
+        for _, module in self.named_modules():
+            yield module
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of this process, with their names in the model."""
+        return parameters.modules_of(self._built.model)
+
+    def named_buffers(self, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """The persistent buffers of this process, with their names in the model."""
+        for name, value in {held.name: held.tensor for held in self._built.held().held}.items():
+            if not isinstance(value, nn.Parameter):
+                yield name, value
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the modules into training mode, or with False into that of evaluation."""
+        require_flag("mode", mode)
+        for module in self.stages.values():
+            module.train(mode)
+        return self
+
+    def to(self, *where: Any, **options: Any) -> Self:
+        """Returns the pipeline if it is on that device; raises if not, as it cannot move."""
+        parameters.require_here(self.device, (*where, *options.values()))
+        return self
+
+    @known_keywords
+    def state_dict(self, *, gathered: bool = False) -> dict[str, torch.Tensor]:
+        """The model's state under its own names.
+
+        Args:
+            gathered: by default each process returns its own tensors; if True, the first rank
+                returns all of them, on the CPU, and the others nothing. All processes call it.
+        """
+        model = self._built.model
+        if require_flag("gathered", gathered):
+            with self._built.everywhere("state_dict(gathered=True)"):
+                return gathered_state(model, self._ranks)
+        return own_state(model, with_rest=0 in self._ranks.own)
+
+    @known_keywords
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        *,
+        strict: bool = True,
+        assign: Literal[False] = False,
+    ) -> None:
+        """Load a state of the whole model, or the part of it for this process."""
+        load_state(self._built.model, state_dict, strict=strict)
+
+    @known_keywords
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+        extra: Any = None,
+        keep: int | None = None,
+        async_save: bool = False,
+    ) -> Path:
+        """Save the model and its training into a folder of saves; returns the path of the save.
+
+        Every rank calls it, and writes its own part. The save appears whole or not at all. It has
+        the step counter and the random number generators, too. :meth:`load` loads it into any
+        layout.
+
+        Args:
+            folder: where saves are; this one gets a number, and the step in its name.
+            optimizer: what trains the model, or a list of several.
+            scheduler: a learning rate scheduler, or a list of several.
+            scaler: a GradScaler.
+            data: an object that knows which batch comes next; saved on every rank that passes it.
+            extra: anything else: numbers, texts, tensors, and lists or dicts of these.
+            keep: how many saves to keep; by default all.
+            async_save: copy everything now, and write it in the background. The next save and the
+                end of the program wait for it. The next save raises its error, if there was one.
+
+        >>> import tempfile
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> optimizer = torch.optim.AdamW(pipe.parameters())
+        >>> pipe.save(tempfile.mkdtemp(), optimizer, extra={"epoch": 3}).name
+        '000001-step-0'
+        """
+        training = Training(optimizer, scheduler, scaler, data, extra)
+        with self._turn:
+            if self._preemption is not None:
+                self._preemption.place(training)
+            held = self._built.held()
+            return saving.save(held, folder, training, keep=keep, async_save=async_save)
+
+    @known_keywords
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+    ) -> Loaded:
+        """Load a save of any layout; every rank calls it, and reads its own part.
+
+        If anything does not fit, every rank raises the same :class:`CheckpointError`, and nothing
+        is changed. Returns ``path``, ``step`` and ``extra``.
+
+        Args:
+            folder: a save, or a folder of saves, of which the latest one that is whole is taken.
+            optimizer: as in :meth:`save`, and so are the others; one that is not passed stays.
+
+        >>> import tempfile
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> pipe.load(pipe.save(tempfile.mkdtemp(), extra={"epoch": 3})).extra
+        {'epoch': 3}
+        """
+        training = Training(optimizer, scheduler, scaler, data)
+        with self._turn:
+            loaded = loading.load(self._built.held(), folder, training)
+            if self._preemption is not None:
+                self._preemption.use(data)
+            return loaded
+
+    @known_keywords
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
+    ) -> None:
+        """Write the model so that ``from_pretrained`` of transformers reads it.
+
+        Every rank calls it, and writes files with its own part; the first one writes the index,
+        and the config if the model has one. Names are those that transformers writes, also where
+        they are not the model's own, as for experts.
+        """
+        with self._turn:
+            pretrained.save_pretrained(self._built.held(), folder, max_shard_bytes)
+
+    def reconnect(self) -> None:
+        """Make new connections between the same ranks; every rank calls it.
+
+        For errors whose ``recoverable`` says "reconnect": a rank was interrupted, or hung
+        for too long, and all processes are alive. Call ``zero_grad()`` before the next step.
+        Raises a :class:`MismatchError` if the latest step has ended on some ranks only.
+        """
+        for transport in self._ranks.transports:
+            transport.reconnect()
+        self._built.schedule._runner.restart(self._built.schedule.steps)
+
+    def close(self) -> None:
+        """Free all but the model: connections to other ranks, and process groups made for them.
+
+        A closed pipeline cannot be used; tensors that it has sharded cannot, either. Every rank
+        closes its own, and waits for no other. ``with Pipeline(…) as pipe:`` closes it at the end
+        of the block. Python closes a pipeline once nothing refers to it or its stages any more.
+
+        >>> stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        >>> with Pipeline(stages, microbatches=2, ranks=2) as pipe:
+        ...     output = pipe.eval(torch.ones(4, 2))
+        >>> pipe
+        Pipeline(closed)
+        """
+        with self._turn:
+            if self._live is not None:
+                if self._preemption is not None:
+                    self._preemption.close()
+                ranks, self._live = self._live.ranks, None
+                ranks.close()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan: what each rank does, in order."""
+        return self._built.plan
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """The tensors that each stage sends to the next one for the example; print it."""
+        return self._built.table.boundaries
+
+    @property
+    def stages(self) -> dict[int, nn.Module]:
+        """The stages of this process, by their number, as they are run."""
+        return {stage.stage_index: stage.submod for stage in self._built.schedule._stages}
+
+    @property
+    def schedules(self) -> dict[int, Schedule]:
+        """The schedule of each rank of this process; if all ranks are here, one runs them all."""
+        return dict.fromkeys(self._ranks.own, self._built.schedule)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._ranks.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one to print, and to save a gathered state."""
+        return 0 in self._ranks.own and self._ranks.is_first
+
+    @property
+    def replica(self) -> int:
+        """The number of this replica of the pipeline, from 0 up."""
+        return self._ranks.replica
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the pipeline there are, each on data of its own."""
+        return self._ranks.replicas
+
+    @property
+    def _built(self) -> Built:
+        if self._live is None:
+            raise UseError("this pipeline was closed; make a new one")
+        return self._live
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._built.ranks
+
+    def _end_if_preempted(self) -> None:
+        if self._preemption is not None:
+            self._preemption.end_if_agreed(self)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """The attribute in which torch looks up the rest of a name, by the name's first part."""
+        names = (*self._built.model.names, *(each.name for each in self._built.held().held))
+        return {name.partition(".")[0]: "_names" for name in names}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise UseError(
+            "a pipeline belongs to its process, so it cannot be copied or pickled; save "
+            "pipe.state_dict(gathered=True), make another pipeline, and load it there"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        text = f"a {type(self).__name__} has no {name!r}{parameters.advice(name)}"
+        raise AttributeError(text, name=name, obj=self)
+
+    def __repr__(self) -> str:
+        return "Pipeline(closed)" if self._live is None else f"Pipeline({self._live.summary()})"
+
+    def __str__(self) -> str:
+        return repr(self) if self._live is None else f"{self!r}\n{self._live}"
+
+    def _repr_html_(self) -> str:
+        drawing = None if self._live is None else self._live.table.predicted()._repr_svg_()
+        return f"<pre>{escape(str(self))}</pre>{drawing or ''}"

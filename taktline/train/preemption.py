@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
 import signal
 import threading
@@ -24,8 +26,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from taktline.checkpoint.saving import wait_for_all
+from taktline.checkpoint.saving import RandomNumbers, Training, wait_for_all
 from taktline.errors import UseError
+from taktline.train.build import Built
+
+_log = logging.getLogger("taktline")
 
 PREEMPTED = 83
 """The exit code of every rank after ``on_preempt``."""
@@ -57,68 +62,114 @@ class Preemption:
                 "on_preempt handles SIGTERM, which only the main thread can; make the pipeline "
                 "there"
             )
-        self.on_preempt = on_preempt
-        self.agreed = False
+        self._on_preempt = on_preempt
+        self._built: ref[Built] | None = None
+        self._data: Any = None
+        """The object with the position in the data, of the latest save or load."""
+        self._agreed = False
         """Whether all ranks know that one of them has received SIGTERM."""
-        self.ending = False
+        self._ending = False
         """Whether ``on_preempt`` is running; its own steps do not end the process."""
-        self.position: Position | None = None
-        self.waited = False
+        self._position: Position | None = None
+        self._waited = False
         """Whether a save has asked for one more step already."""
         self._noting: RemovableHandle | None = None
         _signals.join()
-        self._pipe = ref(pipe)
-        self.close = finalize(pipe, _signals.leave)
+        self._leave = finalize(pipe, _signals.leave)
+
+    def listen(self, built: Built) -> None:
+        """Let every step ask whether SIGTERM has come."""
+        self._built = ref(built)
+        built.schedule._runner.agreement.asks_to_stop = _signals.received
+
+    @property
+    def _waiting(self) -> Built | None:
+        """The pipeline, if it may have to end."""
+        return None if self._built is None or self._ending else self._built()
+
+    def hear(self) -> None:
+        """Agree whether SIGTERM has reached any rank; all ranks call this after a step or eval."""
+        if (built := self._waiting) is None:
+            return
+        heard = built.schedule._runner.agreement.preempted
+        if self._agreed or built.ranks.in_any_pipeline(heard, "whether to end"):
+            self._agreed = True
+            self._note()
+            if self._noting is None:
+                # An optimizer may draw random numbers, too.
+                self._noting = register_optimizer_step_post_hook(self._note)
+
+    def end_if_agreed(self, pipe: Any) -> None:
+        """End this process if SIGTERM has reached any rank, unless gradients wait anywhere."""
+        if (built := self._waiting) is None or not self._agreed:
+            return
+        waits = built.schedule._runner.awaits_update()
+        if not built.ranks.on_any_rank(waits, "whether to end"):
+            self._end(pipe, built)
+
+    def use(self, data: Any) -> None:
+        """Note the object with the position in the data."""
+        self._data = self._data if data is None else data
+
+    def place(self, training: Training) -> None:
+        """In ``on_preempt``, save the position from before the batch of the step that waits."""
+        self.use(training.data)
+        built, position = None if self._built is None else self._built(), self._position
+        if built is None or position is None or not self._ending:
+            return
+        unknown = training.data is not None and training.data is not position.data
+        if built.ranks.on_any_rank(unknown and not self._waited, "save()"):
+            raise AnotherStep
+        training.noted["random"] = position.random
+        if unknown:
+            _log.warning(
+                "the save in on_preempt has another object as data=… than saves before it, whose "
+                "position may be a batch too far; pass the same object to every save and load"
+            )
+        elif training.data is not None:
+            training.noted["data"] = position.state
+
+    def close(self) -> None:
         """Stop listening."""
-
-    def heard(self) -> bool:
-        """Whether this process has received SIGTERM."""
-        return _signals.heard is not None
-
-    def agree(self) -> None:
-        """Note the position now, and after each step of an optimizer."""
-        self.agreed = True
-        self._note()
-        if self._noting is None:
-            # An optimizer may draw random numbers, too.
-            self._noting = register_optimizer_step_post_hook(self._note)
+        self._leave()
+        self._forget()
 
     def _note(self, *_: object) -> None:
-        pipe = self._pipe()
-        if pipe is not None and not torch.compiler.is_compiling():
-            self.position = pipe._position()
+        """Note where training goes on from here; also after each step of an optimizer."""
+        built = None if self._built is None else self._built()
+        if built is not None and not torch.compiler.is_compiling():
+            state = None if self._data is None else copy.deepcopy(self._data.state_dict())
+            random = RandomNumbers(built.held()).state_dict()
+            self._position = Position(random, self._data, state)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Begin anew: nothing is agreed on or noted."""
         if self._noting is not None:
             self._noting.remove()
-        self.ending = self.agreed = self.waited = False
-        self.position = self._noting = None
+        self._ending = self._agreed = self._waited = False
+        self._position = self._noting = None
 
-    def end(self, pipe: Any) -> None:
+    def _end(self, pipe: Any, built: Built) -> None:
         """Call ``on_preempt``, wait until it has returned on every rank, and end the process.
 
         Returns only if training has to go on for one more step.
         """
-        self.ending = True
+        self._ending = True
         try:
-            self.on_preempt(pipe)
+            self._on_preempt(pipe)
         except AnotherStep:
-            self.ending, self.waited = False, True
+            self._ending, self._waited = False, True
             return
         finally:
-            if self.ending:
-                self._finish(pipe)
+            if self._ending:
+                # Launchers end the other ranks as soon as one has ended. Ranks that are not
+                # connected any more do not wait.
+                with suppress(Exception):
+                    wait_for_all()
+                    built.ranks.on_any_rank(True, "the end of on_preempt")
+                self._forget()
+                _signals.heard = None
         raise SystemExit(PREEMPTED)
-
-    def _finish(self, pipe: Any) -> None:
-        # Launchers end the other ranks as soon as one has ended. Ranks that are not connected
-        # any more, or have closed the pipeline, do not wait.
-        with suppress(Exception):
-            wait_for_all()
-            pipe._ranks.on_any_rank(True, "the end of on_preempt")
-        self.forget()
-        _signals.heard = None
 
 
 class _Signals:
@@ -129,6 +180,10 @@ class _Signals:
         """When SIGTERM came first."""
         self._listeners = 0
         self._before: Any = signal.SIG_DFL
+
+    def received(self) -> bool:
+        """Whether this process has received SIGTERM."""
+        return self.heard is not None
 
     def join(self) -> None:
         if signal.getsignal(signal.SIGTERM) != self._hear:

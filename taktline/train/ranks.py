@@ -1,16 +1,20 @@
-"""The ranks of a pipeline, and which of them are in this process."""
+"""The ranks of a pipeline, which of them are in this process, and their process groups."""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -18,8 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 from taktline.checks import launched, require_whole
 from taktline.device import gpu_for_each_process
 from taktline.errors import MismatchError, TaktlineError, TransportError
+from taktline.private import private
 from taktline.text import counted
-from taktline.train.process_groups import Groups, end_unused
 from taktline.transport import Transport, transport_of
 from taktline.transport.communicators import default_group, timeout_of
 from taktline.transport.distributed import Distributed
@@ -46,13 +50,13 @@ class Ranks:
         *,
         device: torch.device,
         mesh: DeviceMesh | None = None,
-        made: Groups | None = None,
+        own_groups: Groups | None = None,
     ) -> None:
-        """``made`` are the groups of the mesh, if it was made for this pipeline."""
+        """``own_groups`` are those of the mesh, if it was made for this pipeline."""
         self.size = size
         self.device = device
         self.mesh = mesh
-        self.made = made or Groups()
+        self.own_groups = own_groups or Groups()
         names = () if mesh is None else mesh.mesh_dim_names or ()
         self.groups = {} if mesh is None else {name: mesh[name].get_group() for name in names}
         """By the names of the mesh's dimensions."""
@@ -80,13 +84,7 @@ class Ranks:
     @property
     def everyone(self) -> list[Transport]:
         """All transports, that of the pipeline first, also where this process is alone."""
-        return [transport for _, transport in self.dimensions]
-
-    @property
-    def dimensions(self) -> list[tuple[str, Transport]]:
-        """The transport along each dimension of the mesh, by its name; the pipeline is first."""
-        others = zip(self._others, self._along(self._others), strict=True)
-        return [(PIPELINE, self.transport), *others]
+        return [self.transport, *self._along(self._others)]
 
     @property
     def transport(self) -> Transport:
@@ -116,7 +114,7 @@ class Ranks:
         of such a process, RANK or REPLICA for example. ``difference(noun, transport, rows)`` says
         why the rows of all do not fit together.
         """
-        for name, transport in self.dimensions:
+        for name, transport in zip((PIPELINE, *self._others), self.everyone, strict=True):
             noun = RANK if name == PIPELINE else f"{name} rank"
             noun = REPLICA if name in self.data_dims else noun
             mine = [int(error is not None), *numbers(noun)]
@@ -129,8 +127,6 @@ class Ranks:
 
     def mean_of_replicas(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean of a loss over the replicas."""
-        if self.replicas == 1:
-            return loss
         if loss.device.type != "cpu":  # stays there, without waiting for its value
             total = loss.double()
             for name in self.data_dims:
@@ -155,6 +151,12 @@ class Ranks:
     def _along(self, names: Sequence[str]) -> list[Transport]:
         """The transports along some dimensions of the mesh."""
         return [transport_of(self.groups[name], self.device) for name in names]
+
+    def close(self) -> None:
+        """End the process groups that were made for this pipeline."""
+        self.own_groups.close()
+        if self.group is not None:
+            gc.collect()  # wrapped stages and their hooks hold each other, and connections
 
     def __str__(self) -> str:
         where = "in one process" if self.in_one_process else "a process each"
@@ -195,7 +197,7 @@ def find_ranks(
     device = device or _device(mesh)
     if device.type != "cpu" and device.index is not None:
         torch.get_device_module(device).set_device(device)
-    made = None
+    own_groups = None
     with _connecting():
         if not dist.is_initialized():
             backend = "gloo" if device.type == "cpu" else None
@@ -203,7 +205,7 @@ def find_ranks(
             atexit.register(_leave)
         if mesh is None:
             mesh = _mesh(ranks, data_parallel, device)
-            made = _own_groups(mesh, timeout)
+            own_groups = _own_groups(mesh, timeout)
     names = mesh.mesh_dim_names or ()
     if PIPELINE not in names:
         raise MismatchError(
@@ -215,7 +217,7 @@ def find_ranks(
         raise MismatchError(
             f"ranks is {ranks}, but the mesh has {size} in {PIPELINE!r}; leave out ranks"
         )
-    found = Ranks(size, device=device, mesh=mesh, made=made)
+    found = Ranks(size, device=device, mesh=mesh, own_groups=own_groups)
     if timeout is not None:
         for transport in found.transports:
             transport.timeout = timeout
@@ -310,3 +312,60 @@ def _mesh(ranks: int | None, data_parallel: str | None, device: torch.device) ->
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+_abort = private(
+    "torch.distributed.distributed_c10d._abort_process_group",
+    "ending a group without waiting",
+    dist.destroy_process_group,
+)
+
+
+class Groups:
+    """Process groups that live as long as any of their users, unless they are closed before.
+
+    DTensor caches meshes, and uses a cached one for every mesh that equals it. So all ranks must
+    have the same in their caches. But Python collects a pipeline on one rank sooner than on
+    another, and on any thread. So its groups end in calls that all ranks make: when it is closed,
+    or when the next pipeline is made.
+    """
+
+    def __init__(self, groups: Iterable[ProcessGroup] = ()) -> None:
+        self._end = finalize(self, _unused.extend, tuple(groups))
+        self._end.atexit = False  # at exit, all groups of the process end anyway
+
+    def keep_for(self, *users: object) -> None:
+        """Keep the groups alive for stages and schedules, which may outlive their pipeline."""
+        for user in users:
+            _kept[user] = self
+
+    def close(self) -> None:
+        """End the groups now, on every rank."""
+        self._end()
+        end_unused()
+
+
+_kept: WeakKeyDictionary[object, Groups] = WeakKeyDictionary()
+_unused: list[ProcessGroup] = []
+
+
+def end_unused() -> None:
+    """End the groups of pipelines that are gone; every rank calls it at the same place."""
+    gc.collect()
+    while _unused:
+        group = _unused.pop()
+        Distributed.forget(group)
+        with suppress(ValueError):  # the program has ended all groups itself
+            if "nccl" in dist.get_backend_config(group):
+                # Abort once its work is done: to destroy it, nccl would wait for the other ranks.
+                torch.cuda.synchronize()
+                _abort(group)
+            else:
+                dist.destroy_process_group(group)
+    if "torch.distributed.tensor" in sys.modules:
+        what = "a DTensor of a second pipeline"
+        private("torch.distributed.tensor.debug._clear_sharding_prop_cache", what, _do_nothing)()
+
+
+def _do_nothing() -> None:
+    pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from traceback import walk_tb
@@ -15,13 +15,13 @@ from torch import nn
 
 from taktline import pytree
 from taktline.checks import require_one_of
-from taktline.errors import BatchError, LossError, StageError
+from taktline.errors import BatchError, ScheduleError, StageError
 from taktline.plan import Kind, Plan
 from taktline.runtime.schedule import Schedule
 from taktline.split.arguments import without_cache
 from taktline.stage.names import unwrapped
-from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
+from taktline.train.loader import broadcast_output
 from taktline.transport.exit_hooks import notes
 
 T = TypeVar("T")
@@ -35,18 +35,10 @@ Outputs: TypeAlias = bool | Literal["last"]
 Lists: TypeAlias = tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]
 """Lists to fill: the losses of micro-batches, and the losses that were added."""
 
-_OWN = "the model's own loss"
-"""Stands in the place of a target."""
-
-_NEEDED = (
-    "step() trains, so it needs a loss: Pipeline(…, loss_fn=…) for an output and a target, or a "
-    "model that returns one itself, as those of transformers do with labels=…"
-)
-
 
 def run(
     built: Built,
-    verb: Callable[..., Any],
+    verb: Literal["step", "eval"],
     batch: tuple[tuple[Any, ...], Any, dict[str, Any]],
     lists: Lists,
     return_outputs: Outputs,
@@ -57,7 +49,7 @@ def run(
     if built.plan.stages == 1:
         options = _without_cache(built, options)
     try:
-        output = verb(
+        output = getattr(built.schedule, verb)(
             *args,
             target=target,
             losses=lists[0],
@@ -70,22 +62,40 @@ def run(
         for text in built.batch_dims.misfits(args, of_model(options)):
             error.add_note(text)
         raise
-    ranks = built.ranks
+    ranks, loss = built.ranks, built.schedule.loss
     if return_outputs is True:
         output = broadcast_output(output, ranks, built.plan.placement.rank_of[-1])
-    loss = built.schedule.loss
-    return output, None if loss is None else ranks.mean_of_replicas(loss)
+    if loss is not None and ranks.replicas > 1:
+        loss = ranks.mean_of_replicas(loss)
+    _latest[:] = [] if loss is None else [ref(loss)]
+    return output, loss
+
+
+_latest: list[ref[torch.Tensor]] = []
+"""The loss of the latest step."""
+
+
+def _explain_backward(error: BaseException) -> None:
+    """Add a note to the error of ``loss.backward()`` after a step, if it ends the program."""
+    called = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    if any(each is not None and each is loss() for each in called for loss in _latest):
+        error.add_note(
+            "pipe.step() has run the backward: gradients are in .grad. Leave out loss.backward()"
+        )
+
+
+notes.append(_explain_backward)
+
+
+def require_backward(plan: Plan) -> None:
+    """Raise unless a plan can train."""
+    if not plan.has(Kind.B, Kind.I):
+        raise ScheduleError(f"{plan.name} has no backward; call eval(…)")
 
 
 def of_model(options: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a step that are passed to the model."""
     return {name: value for name, value in options.items() if name not in _OPTIONS}
-
-
-def forward_order(plan: Plan, stage: int) -> list[int]:
-    """The micro-batches in the order in which a stage runs them forward."""
-    rows = plan.rows_of(plan.placement.rank_of[stage])
-    return rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
 
 
 def _without_cache(built: Built, options: dict[str, Any]) -> dict[str, Any]:
@@ -114,66 +124,6 @@ def _on_device(values: T, device: torch.device) -> T:
         return tensor.to(device, non_blocking=True) if on_cpu else tensor
 
     return pytree.tree_map_only(torch.Tensor, move, values)
-
-
-def with_own_loss(target: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The target and the options of a call to a pipeline without ``loss_fn``.
-
-    A function for ``loss_weights`` is called with the labels of a micro-batch.
-    """
-    if target is not None or options.get("target_mbs") is not None:
-        return target, options
-    weights = options.get("loss_weights")
-    if not callable(weights):
-        return (_OWN, None), options
-    weighed = {**options, "loss_weights": lambda own: weights(own[1])}
-    return (_OWN, options.get("labels")), weighed
-
-
-def loss_in_output(output: Any, target: Any) -> torch.Tensor:
-    """The loss in the output of a model: itself, its ``loss``, or the only number in a tuple.
-
-    >>> float(loss_in_output({"loss": torch.tensor(2.0)}, (_OWN, None)))
-    2.0
-    >>> float(loss_in_output((torch.zeros(3, 4), torch.tensor(2.0)), (_OWN, None)))
-    2.0
-    """
-    if not (isinstance(target, tuple) and target and isinstance(target[0], str)):
-        raise LossError(f"there is a target, but no loss_fn; {_NEEDED}")
-    if isinstance(output, torch.Tensor):
-        found = [output]
-    elif isinstance(output, Mapping):
-        found = [output.get("loss")]
-    elif hasattr(output, "loss"):
-        found = [output.loss]
-    else:
-        found = output if isinstance(output, tuple | list) else []
-    numbers = [x for x in found if isinstance(x, torch.Tensor) and x.numel() == 1]
-    if len(numbers) != 1:
-        several = "several numbers" if numbers else "no loss"
-        raise LossError(f"the model returns {several} in its {type(output).__name__}; {_NEEDED}")
-    return numbers[0]
-
-
-_noted: list[ref[torch.Tensor]] = []
-"""The loss of the last step."""
-
-
-def note_loss(loss: torch.Tensor | None) -> None:
-    """Note the loss of a step: if ``loss.backward()`` ends the program, its error is explained."""
-    _noted[:] = [] if loss is None else [ref(loss)]
-
-
-def _explain_backward(error: BaseException) -> None:
-    losses = [loss() for loss in _noted]
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    if any(loss is not None and f.f_locals.get("self") is loss for loss in losses for f in frames):
-        error.add_note(
-            "pipe.step() has run the backward: gradients are in .grad. Leave out loss.backward()"
-        )
-
-
-notes.append(_explain_backward)
 
 
 @contextmanager

@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
-from dataclasses import asdict
-from typing import Any
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
+from taktline import pytree
 from taktline.checks import Either, require_instance
 from taktline.device import keep_generators
 from taktline.errors import UseError
-from taktline.runtime.watchdog import guarded
+from taktline.plan import Kind, Plan
+from taktline.side_values import collect_losses
 from taktline.stage.names import named_buffers, named_modules, named_parameters, unchanged
-from taktline.train.broadcast import broadcast
 from taktline.train.build import Built
-from taktline.train.comparison import (
-    Comparison,
-    Difference,
-    Expected,
-    Recorder,
-    Verification,
-    cloned,
-)
-from taktline.train.state_dict import gathered_state
-from taktline.train.steps import forward_order, in_mode, run
+from taktline.train.loader import broadcast
+from taktline.train.parameters import gathered_state
+from taktline.train.steps import in_mode, of_model, run
 from taktline.transport.exchange import share_values
 
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_COARSE = 3e-2
+"""For types with fewer digits."""
+_ENDLESS = sys.float_info.max
+"""Reported for an error that is not finite."""
+_PHASES = {
+    "forward": "the output of {}",
+    "loss": "the loss",
+    "backward": "the gradient of the output of {}",
+    "gradient": "the gradient of the parameter {}",
+}
+_RANDOM = (
+    "the plain model itself returns another value each time: it is random, or it remembers calls"
+)
+_MEAN = (
+    "the mean of loss_fn over micro-batches is not its value for the batch: make it a mean over "
+    "rows, or pass loss_weights"
+)
 _DROPOUTS = (
     nn.Dropout,
     nn.Dropout1d,
@@ -36,6 +52,56 @@ _DROPOUTS = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first tensor that differs between a pipeline and the plain model."""
+
+    within: str
+    """The phase: "forward", "loss", "backward" or "gradient"."""
+    place: int
+    """In the order in which the plain model computes."""
+    microbatch: int
+    """-1: all of them together."""
+    stage: int
+    name: str
+    """Of a module, or of a parameter."""
+    error: float
+    """The largest difference, relative to the largest value."""
+    advice: str = ""
+
+    def order(self) -> tuple[int, int, int]:
+        """A key that sorts differences in the order in which the plain model computes."""
+        return list(_PHASES).index(self.within), self.place, self.microbatch
+
+    def __str__(self) -> str:
+        where = f"stage {self.stage}"
+        where += f", micro-batch {self.microbatch}" if self.microbatch >= 0 else ""
+        what = _PHASES[self.within].format(self.name or "the model")
+        advice = f"; {self.advice}" if self.advice else ""
+        much = "is not finite" if self.error == _ENDLESS else f"differs by {self.error:.1e}"
+        return f"{where}, {self.within}: {what} {much}{advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What :meth:`taktline.Pipeline.verify` has found; true if nothing differs."""
+
+    compared: int
+    """The number of tensors that were compared, on all ranks."""
+    difference: Difference | None
+
+    def __bool__(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"equal to the plain model: {self.compared:,} tensors"
+        return str(self.difference)
+
+    def __repr__(self) -> str:
+        return f"Verification({self})"
 
 
 def verify(
@@ -51,35 +117,41 @@ def verify(
             "verify() needs a pipeline without replicas and tensor parallelism; make one with the "
             "same stages"
         )
-    with guarded(built.ranks.transport, "verify()") as what:
-        built.schedule._runner.arrive(what)
+    with built.everywhere("verify()"):
         plain = _copy_of(model, built)
-    parts = [m for module in (plain, *built.model.modules.values()) for m in module.modules()]
+    stages = built.model.modules
+    parts = [part for module in (plain, *stages.values()) for part in module.modules()]
     dropouts = [part for part in parts if isinstance(part, _DROPOUTS)]
     with (
         keep_generators([built.ranks.device]),
-        unchanged(built.model.modules.values()),
+        unchanged(stages.values()),
         in_mode(*dropouts, training=False),
         ExitStack() as stack,
     ):
-        expected = Expected(plain, built.options["loss_fn"], batch)
-        recorders = {stage: Recorder() for stage in built.model.modules}
-        for stage, module in built.model.modules.items():
-            same = _same_modules(built, stage, plain)
-            stack.enter_context(recorders[stage].recording(module, same))
+        found = _Comparison(plain, built.options["loss_fn"], batch, tolerance)
+        forwards = {
+            stage: stack.enter_context(_recording(module, _same_modules(built, stage, plain)))
+            for stage, module in stages.items()
+        }
         runner, before = built.schedule._runner, built.schedule.steps
         stepped_at = runner.stepped_at
-        _, loss = run(built, built.schedule.step, cloned(batch), (None, None), False)
+        _, loss = run(built, "step", _cloned(batch), (None, None), False)
         built.schedule.steps, runner.stepped_at = before, stepped_at  # this is no training step
-        found = Comparison(expected, tolerance)
-        for stage, recorder in recorders.items():
-            count = len(recorder.forwards)
-            order = [part for part in forward_order(built.plan, stage) if part < count]
-            found.forwards(stage, recorder.forwards, order)
-        found.loss(built.plan.stages - 1, loss)
+        for stage, recorded in forwards.items():
+            order = [part for part in _forward_order(built.plan, stage) if part < len(recorded)]
+            found.forwards(stage, dict(sorted(zip(order, recorded, strict=True))))
+        if loss is not None:
+            where = (0, -1, built.plan.stages - 1, "")
+            found.compare("loss", where, loss.detach(), found.loss.detach(), _MEAN)
         for stage, name, parameter in built.parameters():
             found.parameter(stage, name, parameter)
     return _merged(built, found)
+
+
+def _forward_order(plan: Plan, stage: int) -> list[int]:
+    """The micro-batches in the order in which a stage runs them forward."""
+    rows = plan.rows_of(plan.placement.rank_of[stage])
+    return rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
 
 
 def _copy_of(model: nn.Module, built: Built) -> nn.Module:
@@ -102,8 +174,7 @@ def _copy_of(model: nn.Module, built: Built) -> nn.Module:
             f"verify() needs the plain model, with the names of pipe.state_dict(), which is "
             f"{differ}; of a list of stages it is nn.Sequential(*stages)"
         )
-    modes = [module.training for module in built.model.modules.values()]
-    plain.train(all(modes))
+    plain.train(all(module.training for module in built.model.modules.values()))
     for parameter in plain.parameters():
         parameter.grad = None
     return plain
@@ -125,14 +196,182 @@ def _contents(module: nn.Module) -> list[list[str]]:
     return [list(names) for names in parts]
 
 
-def _merged(built: Built, found: Comparison) -> Verification:
+def _merged(built: Built, found: _Comparison) -> Verification:
     """The result of all ranks, on each of them."""
     first = None if found.first is None else asdict(found.first)
-    fields = {"phase": int, "place": int, "microbatch": int, "stage": int}
-    shape = (int, Either(None, fields | {"name": str, "error": float, "advice": str}))
+    numbers = dict.fromkeys(("place", "microbatch", "stage"), int)
+    texts = dict.fromkeys(("within", "name", "advice"), str)
+    shape = (int, Either(None, {**numbers, **texts, "error": float}))
     results = share_values(
         built.ranks.transport, (found.compared, first), shape, "verify()", what="the differences"
     )
     differences = [Difference(**each) for _, each in results if each is not None]
     compared = sum(count for count, _ in results)
     return Verification(compared, min(differences, key=Difference.order, default=None))
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """A tensor, and the gradient that has reached it."""
+
+    value: torch.Tensor
+    gradient: torch.Tensor | None = None
+
+    def keep_gradient(self, gradient: torch.Tensor) -> None:
+        """Keep the first gradient: both halves of a split backward may call this."""
+        if self.gradient is None:
+            self.gradient = gradient.detach().clone()
+
+
+_Forward: TypeAlias = dict[tuple[str, int, int], _Recorded]
+"""By module, its call within the forward, and the tensor in its output; in that order."""
+
+
+@contextmanager
+def _recording(root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[list[_Forward]]:
+    """Yields a list that gets the outputs of modules in each call of ``root``.
+
+    What is computed again in a backward is not recorded.
+    """
+    forwards: list[_Forward] = []
+    inside, counts = [False], Counter[str]()
+
+    def begin(*_: Any) -> None:
+        inside[0] = True
+        counts.clear()
+        forwards.append({})
+
+    def end(*_: Any) -> None:
+        inside[0] = False
+
+    def hook(name: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            if not inside[0]:
+                return
+            # Other classes of tensors are placeholders for values that a stage does not have.
+            tensors = [leaf for leaf in pytree.tree_leaves(output) if type(leaf) is torch.Tensor]
+            for place, tensor in enumerate(tensors):
+                # A copy, as the next module may change it in place.
+                entry = _Recorded(tensor.detach().clone())
+                forwards[-1][name, counts[name], place] = entry
+                if tensor.requires_grad:
+                    tensor.register_hook(entry.keep_gradient)
+            counts[name] += 1
+
+        return record
+
+    handles = [root.register_forward_pre_hook(begin)]
+    handles += [part.register_forward_hook(hook(name)) for name, part in modules.items()]
+    handles.append(root.register_forward_hook(end, always_call=True))
+    try:
+        yield forwards
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Comparison:
+    """A step of the plain model on the whole batch, and the first difference on this process."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, batch: Any, tolerance: float | None) -> None:
+        self._tolerance = tolerance
+        self.first: Difference | None = None
+        self.compared = 0
+        modules = named_modules(model)
+        with _recording(model, modules) as forwards:
+            self.loss = _loss(model, loss_fn, batch)
+            self.loss.backward()
+            with torch.no_grad():
+                _loss(model, loss_fn, batch)
+        self._expected, again = forwards
+        self._random = {
+            call
+            for call, entry in self._expected.items()
+            if call not in again or not torch.equal(entry.value, again[call].value)
+        }
+        named = list(model.named_parameters(remove_duplicate=False))
+        self._gradients = {name: (place, p.grad) for place, (name, p) in enumerate(named)}
+        gradients = [p.grad for _, p in named if p.grad is not None]
+        self._largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
+
+    def forwards(self, stage: int, by_microbatch: Mapping[int, _Forward]) -> None:
+        """Compare the outputs of a stage's modules, and the gradients that reach these outputs."""
+        for place, (call, whole) in enumerate(self._expected.items()):
+            found = {m: forward[call] for m, forward in by_microbatch.items() if call in forward}
+            rows = _rows(whole, [entry.value for entry in found.values()])
+            advice = _RANDOM if call in self._random else ""
+            for (microbatch, entry), wanted in zip(found.items(), rows, strict=False):
+                where = (microbatch, stage, call[0])
+                self.compare("forward", (place, *where), entry.value, wanted.value, advice)
+                if wanted.gradient is not None:
+                    none = torch.zeros_like(wanted.gradient)
+                    gradient = none if entry.gradient is None else entry.gradient
+                    last = len(self._expected) - place
+                    self.compare("backward", (last, *where), gradient, wanted.gradient)
+
+    def parameter(self, stage: int, name: str, parameter: nn.Parameter) -> None:
+        """Compare the sum of a parameter's gradients over the micro-batches."""
+        if name not in self._gradients or not parameter.requires_grad:
+            return
+        place, expected = self._gradients[name]
+        zeros = torch.zeros_like(parameter)
+        found = zeros if parameter.grad is None else parameter.grad
+        wanted = zeros if expected is None else expected
+        where = (-place, -1, stage, name)
+        self.compare("gradient", where, found, wanted, least=1e-3 * self._largest)
+
+    def compare(
+        self,
+        within: str,
+        where: tuple[int, int, int, str],
+        found: torch.Tensor,
+        expected: torch.Tensor,
+        advice: str = "",
+        least: float = 1e-12,
+    ) -> None:
+        """Compare two tensors, relative to the largest value, or to ``least`` if that is more."""
+        self.compared += 1
+        if found.dtype == expected.dtype and torch.equal(found, expected):
+            return
+        usual = _TOLERANCE.get(expected.dtype, _COARSE)
+        limit = usual if self._tolerance is None else self._tolerance
+        found, expected = found.double(), expected.double()
+        scale = max(float(expected.abs().max()) if expected.numel() else 0.0, least, 1e-12)
+        error = float((found - expected).abs().max()) / scale if expected.numel() else 0.0
+        if error <= limit:
+            return
+        size = min(error, _ENDLESS) if error == error else _ENDLESS
+        difference = Difference(within, *where, size, advice)
+        if self.first is None or difference.order() < self.first.order():
+            self.first = difference
+
+
+def _loss(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
+    args, target, options = _cloned(batch)
+    with collect_losses() as added:
+        output = model(*args, **of_model(options))
+        loss = loss_fn(output, target, **options.get("loss_kwargs") or {})
+    return loss + sum(added)
+
+
+def _rows(whole: _Recorded, parts: Sequence[torch.Tensor]) -> list[_Recorded]:
+    """The rows of each micro-batch in a tensor of the plain model; none if they do not match."""
+    shape = whole.value.shape
+    if all(part.shape == shape for part in parts):
+        # Not cut: its gradient is the sum of those in all micro-batches.
+        return [_Recorded(whole.value)] * len(parts)
+    if any(part.dim() != len(shape) for part in parts):
+        return []
+    cut = {dim for part in parts for dim in range(len(shape)) if part.shape[dim] != shape[dim]}
+    dim = min(cut)
+    sizes = [part.shape[dim] for part in parts]
+    if len(cut) > 1 or sum(sizes) != shape[dim]:
+        return []
+    values, gradient = whole.value.split(sizes, dim), whole.gradient
+    gradients = [None] * len(parts) if gradient is None else gradient.split(sizes, dim)
+    return list(map(_Recorded, values, gradients))
+
+
+def _cloned(batch: Any) -> Any:
+    """A copy of a batch, which may be changed in place."""
+    return pytree.tree_map_only(torch.Tensor, torch.clone, batch)

@@ -27,7 +27,7 @@ from taktline.cli.doctor import (
 from taktline.cli.ranks import launch
 from taktline.errors import TransportError
 from taktline.train import Pipeline
-from taktline.train.comparison import Difference, Verification
+from taktline.train.verify import Difference, Verification
 from taktline.transport import Channel, local
 from taktline.transport.local import LocalTransport
 from tests import warm
@@ -253,7 +253,7 @@ def test_a_link_that_is_slow() -> None:
 
 def test_a_pipeline_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report("gloo", [FACTS, FACTS])
-    found = Difference(3, 0, -1, 1, "1.0.weight", 0.5)
+    found = Difference("gradient", 0, -1, 1, "1.0.weight", 0.5)
     monkeypatch.setattr(Pipeline, "verify", lambda *_, **__: Verification(9, found))
     check_pipeline(report, torch.device("cpu"))
     monkeypatch.setattr(Pipeline, "verify", Mock(side_effect=TransportError("rank 1 is gone")))

@@ -25,7 +25,7 @@ import taktline as tl
 from taktline.errors import PartitionError
 from taktline.split import recorded_stage
 from taktline.split.record import record_twice
-from taktline.train.measure import measure
+from taktline.train.stage_table import measure
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 Body = Callable[..., Any]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import taktline as tl
 from taktline.errors import UseError
-from taktline.train.process_groups import end_unused
+from taktline.train.ranks import end_unused
 from tests.train.models import LM, TARGET, TOKENS, pipeline
 from tests.workers import Workers
 

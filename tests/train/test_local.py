@@ -14,7 +14,7 @@ import taktline as tl
 from taktline.errors import TransportError
 from taktline.plan import write
 from taktline.train import ranks
-from taktline.train.measure import StageNeeds, measure
+from taktline.train.stage_table import StageNeeds, measure
 from tests.train.models import (
     CUTS,
     LM,

@@ -77,22 +77,11 @@ def test_a_model_that_fails_only_in_stages() -> None:
     assert "data_ptr needs the data of a value" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "text"),
-    [
-        ("1f1b", 4, "1f1b with 1 stage per rank runs on up to 3 ranks"),
-        (
-            "zbv",
-            2,
-            "1f1b, with one stage per rank, runs on up to 3 ranks",
-        ),
-    ],
-)
-def test_more_stages_than_layers(schedule: str, ranks: int, text: str) -> None:
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zbv", 2)])
+def test_more_stages_than_layers(schedule: str, ranks: int) -> None:
     with pytest.raises(tl.TaktlineError) as refused:
         pipeline(Layers(), schedule=schedule, ranks=ranks)
     assert "into 3 stages or fewer: its forward calls 3 layers" in str(refused.value)
-    assert str(refused.value).endswith(f"; {text}")
 
 
 def test_a_batch_that_is_not_like_the_example() -> None:

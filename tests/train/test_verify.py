@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from taktline import Pipeline, Replicate, TensorChunkSpec
 from taktline.errors import UseError
 from taktline.runtime.stage_actions import Work
-from taktline.train.comparison import Verification
+from taktline.train.verify import Verification
 from tests.workers import Workers
 
 WORDS, WIDTH, PARTS = 11, 6, 4

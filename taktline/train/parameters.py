@@ -1,0 +1,352 @@
+"""What a pipeline has as an ``nn.Module`` has it: modules, parameters, gradients and state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from taktline.checkpoint.model_state import ModelState, foremost, writers
+from taktline.checks import refuse, require_flag, require_instance, require_number
+from taktline.errors import LossError, MismatchError, TransportError, UseError
+from taktline.meta import DTYPES, name_of
+from taktline.private import private
+from taktline.sharding import is_sharded, local
+from taktline.stage.names import declared, named_modules
+from taktline.text import first_of
+from taktline.train.build import Built
+from taktline.train.ranks import Ranks
+from taktline.transport.exchange import share_values
+
+_BEFORE = "convert the model before you make the pipeline of it"
+_INSTEAD = {
+    "forward": "call step(…) to train, and eval(…) for outputs",
+    "backward": "step(…) runs forward and backward",
+    "cuda": 'pass the device when you make it: Pipeline(…, device="cuda")',
+    "cpu": 'pass the device when you make it: Pipeline(…, device="cpu")',
+    **dict.fromkeys(("half", "float", "double", "bfloat16", "type"), _BEFORE),
+    "apply": "use pipe.modules()",
+    "requires_grad_": "use pipe.parameters()",
+    "buffers": "pipe.state_dict() has them",
+    "compile": "pass it when you make it: Pipeline(…, compile=True)",
+}
+
+
+class AnyName:
+    """Has every attribute: ``torch.distributed.checkpoint`` looks up the parts of a name."""
+
+    def __getattr__(self, name: str) -> AnyName:
+        return self
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {}
+
+
+def no_children(pipe: object) -> Iterator[Any]:
+    """None: names are those of the model, wherever its modules are."""
+    return iter(())
+
+
+def advice(name: str) -> str:
+    """What to do instead, if a module has such an attribute and a pipeline has not."""
+    return f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+
+
+def require_no_gradients(model: ModelState) -> None:
+    """Raise if a plain model would now return outputs with gradients."""
+    if torch.is_grad_enabled() and any(module.training for module in model.modules.values()):
+        raise UseError(
+            "the outputs of a pipeline have no gradients: call step(x, target=y), which runs "
+            "forward and backward; or eval(x), or this under torch.no_grad(), for outputs"
+        )
+
+
+def zero_grad(parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
+    """Drop gradients, or set those that are there to zero."""
+    for parameter in parameters:
+        if set_to_none or parameter.grad is None:
+            parameter.grad = None
+        else:
+            parameter.grad.detach_().zero_()
+
+
+def modules_of(model: ModelState) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of all stages here, each once, with their names in the model."""
+    seen = set[int]()
+    for stage in sorted(model.modules):
+        for name, module in named_modules(model.modules[stage]).items():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield model.name(stage, name).removesuffix("."), module
+
+
+def require_here(here: torch.device, where: Iterable[Any]) -> None:
+    """Raise if arguments of ``to()`` ask for another device than this, or for a type."""
+    for value in where:
+        if isinstance(value, torch.dtype | torch.Tensor):
+            raise UseError(f"a pipeline keeps its type: {_BEFORE}")
+        if isinstance(value, str | int | torch.device) and not isinstance(value, bool):
+            device = torch.device(value)
+            if (device.type, device.index or 0) != (here.type, here.index or 0):
+                raise UseError(
+                    f"a pipeline stays where it was made, on {here}: make it with "
+                    f'Pipeline(…, device="{device}")'
+                )
+
+
+_norms_on_gpu = private("torch._foreach_norm", "norms of many gradients at once", None)
+
+_DOUBLE = -1
+"""Stands beside the places of gradients: some of them are in double precision."""
+
+
+class Scaler(torch.amp.GradScaler):
+    """A GradScaler for all ranks: if one finds an infinite gradient, all skip the step.
+
+    >>> Scaler(Ranks(1, device=torch.device("cpu")), init_scale=4.0).get_scale()
+    4.0
+    """
+
+    def __init__(self, ranks: Ranks, **options: Any) -> None:
+        super().__init__(ranks.device.type, **options)
+        self._ranks = ranks
+
+    # Here torch looks for infinite gradients, for every optimizer.
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        here = any(bool(flag) for flag in found.values())
+        anywhere = torch.full_like(
+            found_inf, float(self._ranks.on_any_rank(here, "a GradScaler's step"))
+        )
+        # Also on a rank without gradients: it must skip the step, too.
+        return {device: anywhere.to(device) for device in (*found, found_inf.device)}
+
+
+def scale(ranks: Ranks, scaler: torch.amp.GradScaler) -> float:
+    """The factor by which a scaler multiplies the loss; raises if ranks could disagree on steps."""
+    require_instance("scaler", scaler, torch.amp.GradScaler)
+    if not isinstance(scaler, Scaler) and not ranks.in_one_process:
+        raise MismatchError(
+            "this scaler checks only the gradients of its own process, so that ranks may "
+            "disagree on a step; create it with pipe.scaler(…), which takes the same options"
+        )
+    return float(scaler.scale(torch.ones((), device=ranks.device)))
+
+
+def norm(built: Built, norm_type: float) -> torch.Tensor:
+    """The norm of the gradients of all processes.
+
+    The norms of single gradients are combined in the order of the model, as torch does for the
+    plain model. Then not even the last bit depends on how the model was cut.
+    """
+    if not (isinstance(norm_type, float) and norm_type == math.inf):
+        norm_type = require_number("norm_type", norm_type, least=0)
+    if not norm_type:
+        refuse("norm_type", "more than 0", norm_type)
+    with built.everywhere("grad_norm()"):
+        mine, is_double = _own_norms(built, norm_type)
+        shared = built.ranks.gathered(mine | ({_DOUBLE: 1.0} if is_double else {}), "grad_norm()")
+    dtype = torch.float64 if shared.pop(_DOUBLE, 0.0) else torch.float32
+    ordered = [shared[place] for place in sorted(shared)]
+    # Torch refuses the largest of no gradients.
+    in_order = torch.tensor(ordered or [0.0], dtype=dtype, device="cpu")
+    return torch.linalg.vector_norm(in_order, norm_type).to(built.ranks.device)
+
+
+def _own_norms(built: Built, norm_type: float) -> tuple[dict[int, float], bool]:
+    """The norms of gradients here, by their places; and whether any is in double precision."""
+    parameters, norms = built.counted(), dict[int, torch.Tensor]()
+    place_of = {parameter: place for place, parameter in parameters.items()}
+    for alike in _alike(parameters.values()):
+        places = [place_of[parameter] for parameter in alike]
+        gradients = [_gradient(parameter) for parameter in alike]
+        if is_sharded(gradients[0]):
+            norms[places[0]] = _norm_of_shards(gradients, norm_type)
+        else:
+            norms |= zip(places, _single_norms(gradients, norm_type), strict=True)
+    moved = [norm.to(built.ranks.device) for norm in norms.values()]
+    numbers = torch.stack(moved).tolist() if moved else []
+    is_double = any(norm.dtype == torch.float64 for norm in norms.values())
+    return dict(zip(norms, numbers, strict=True)), is_double
+
+
+def _norm_of_shards(gradients: Sequence[Any], norm_type: float) -> torch.Tensor:
+    """The norm of gradients with the same mesh and placements, whose ranks all call this."""
+    if norm_type != math.inf:
+        total: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
+        return total.full_tensor()
+    # Torch refuses the largest element of an empty shard, which a short parameter leaves.
+    from torch.distributed.tensor import Replicate
+
+    mesh, placements = gradients[0].device_mesh, gradients[0].placements
+    whole = [Replicate() if each.is_partial() else each for each in placements]
+    shards = [local(gradient.redistribute(placements=whole)) for gradient in gradients]
+    largest = [torch.linalg.vector_norm(shard, math.inf) for shard in shards if shard.numel()]
+    norm = torch.stack(largest).max() if largest else shards[0].new_zeros(())
+    for dim in range(mesh.ndim):
+        norms = [torch.empty_like(norm) for _ in range(mesh.size(dim))]
+        dist.all_gather(norms, norm, mesh.get_group(dim))
+        norm = torch.stack(norms).max()  # unlike a reduction, it keeps a nan
+    return norm
+
+
+def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[torch.Tensor]:
+    """The norm of each gradient, by the same kernels as in torch's clip_grad_norm_."""
+    if norm_type == math.inf:  # torch refuses the largest element of an empty tensor
+        gradients = [each if each.numel() else each.new_zeros(1) for each in gradients]
+    if gradients[0].is_cuda and _norms_on_gpu is not None:
+        return _norms_on_gpu(gradients, norm_type)
+    return [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
+
+
+def require_clip(max_norm: float, error_if_nonfinite: bool) -> None:
+    """Raise unless the arguments of ``clip_grad_norm_`` are valid."""
+    if not (isinstance(max_norm, float) and max_norm == math.inf):
+        require_number("max_norm", max_norm, least=0)
+    require_flag("error_if_nonfinite", error_if_nonfinite)
+
+
+def clip(
+    parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor, require_finite: bool
+) -> None:
+    """Scale gradients down, so that the norm of all of them is at most ``max_norm``."""
+    if require_finite and not math.isfinite(norm):
+        raise LossError(
+            f"the norm of the gradients is {norm.item()}, so they cannot be clipped; leave out "
+            "this step, or pass error_if_nonfinite=False"
+        )
+    for alike in _alike(parameters):
+        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
+
+
+def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[nn.Parameter]]:
+    """Parameters with gradients, grouped by mesh and placements."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            layout = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
+            groups.setdefault(layout, []).append(parameter)
+    return list(groups.values())
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None  # see _alike
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def own_state(model: ModelState, *, with_rest: bool) -> dict[str, torch.Tensor]:
+    """The tensors of this process, in the model's order; not copies."""
+    held = {name: each.tensor.detach() for name, each in foremost(model.held()).items()}
+    held |= {name: held[known] for name, known in model.aliases.items() if known in held}
+    if with_rest:
+        held |= model.rest
+    return {name: held[name] for name in (*model.names, *held) if name in held}
+
+
+def gathered_state(model: ModelState, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The whole state on the CPU of the first rank, nothing on the others; all take part."""
+    first = 0 in ranks.own
+    mine = {
+        name: value.full_tensor() if is_sharded(value) else value
+        for name, value in own_state(model, with_rest=first).items()
+    }
+    if not ranks.is_first:
+        return {}
+    if ranks.group is None:
+        return {name: value.to("cpu", copy=True) for name, value in mine.items()}
+    priorities = {name: each.priority for name, each in foremost(model.held()).items()}
+    kinds = [
+        (name, list(value.shape), name_of(value.dtype), priorities.get(name, -1))
+        for name, value in mine.items()
+    ]
+    call, shape = "state_dict(gathered=True)", [(str, [int], str, int)]
+    shared = share_values(ranks.transport, kinds, shape, call, what="the state")
+    listed = [_kinds(kinds, rank) for rank, kinds in enumerate(shared)]
+    sender = writers([[(name, priority) for name, _, _, priority in kinds] for kinds in listed])
+    coming = [(rank, *kind) for rank, kinds in enumerate(listed) for kind in kinds]
+    coming = [each for each in coming if sender[each[1]] == each[0]]
+    state: dict[str, torch.Tensor] = {}
+    for rank, name, shape, kind, _ in coming:
+        if rank == ranks.transport.rank and not first:
+            dist.send(mine[name].to(ranks.device).contiguous(), group=ranks.group, group_dst=0)
+        elif first and rank:
+            value = torch.empty(shape, dtype=kind, device=ranks.device)
+            dist.recv(value, group=ranks.group, group_src=rank)
+            state[name] = value.cpu()
+        elif first:
+            state[name] = mine[name].to("cpu", copy=True)
+    return {name: state[name] for name in (*model.names, *state) if name in state}
+
+
+def _kinds(
+    kinds: list[tuple[str, list[int], str, int]], rank: int
+) -> list[tuple[str, list[int], torch.dtype, int]]:
+    """The name, shape, type and priority of each tensor that a rank sends."""
+    for name, shape, dtype, _ in kinds:
+        if dtype not in DTYPES or min(shape, default=0) < 0:
+            raise TransportError(f"rank {rank} has no tensor {name} of {dtype}{shape}")
+    return [(name, shape, DTYPES[dtype], priority) for name, shape, dtype, priority in kinds]
+
+
+def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+    """Load the tensors of this process from a state of the whole model."""
+    require_instance("state_dict", state, Mapping, "a mapping from names to tensors")
+    require_flag("strict", strict)
+    known = _with_synonyms(model, state)
+    if strict:
+        held = own_state(model, with_rest=True)
+        missing = [name for name in held if name not in known]
+        if missing:
+            raise MismatchError(f"the state lacks {first_of(missing)}; {_ADVICE}")
+        foreign = [name for name in state if name not in model.names and name not in held]
+        if foreign:
+            raise MismatchError(f"the model lacks {first_of(foreign)} of the state; {_ADVICE}")
+    with torch.no_grad():
+        for name, tensor in (*(each[:2] for each in model.held()), *model.rest.items()):
+            if name in known:
+                _copy(tensor, known[name], name)
+
+
+_ADVICE = "pass strict=False to load what fits"
+
+
+def _with_synonyms(
+    model: ModelState, state: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The state with a weight of several names under each of them; files may have only one."""
+    synonyms = [[name, known] for name, known in model.aliases.items()]
+    for module in model.modules.values():
+        synonyms += [[model.name(*use) for use in tie.uses] for tie in declared(module)]
+    found = dict(state)
+    for names in synonyms:
+        there = [name for name in names if name in found]
+        if there:
+            found |= {name: found[there[0]] for name in names if name not in found}
+    return found
+
+
+def _copy(tensor: torch.Tensor, value: torch.Tensor, name: str) -> None:
+    if tensor.shape != value.shape:
+        raise MismatchError(
+            f"{name} is {list(tensor.shape)} in the model, but {list(value.shape)} in the state"
+        )
+    if is_sharded(tensor) and not is_sharded(value):
+        from torch.distributed.tensor import distribute_tensor
+
+        # Every rank has the whole value, so nothing is sent.
+        value = distribute_tensor(
+            value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
+        )
+    tensor.copy_(value)
