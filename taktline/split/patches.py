@@ -63,6 +63,15 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
     def calling(before: Any) -> Any:
         return lambda self, *args, **kwargs: recorder.module(self, before, args, kwargs)
 
+    def forward_of(unit: nn.Module) -> Any:
+        before = unit.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # The forward of the model calls it by unit.forward(x).
+            return (unit if recorder.is_recording else before)(*args, **kwargs)
+
+        return forward
+
     def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.is_recording and kind is torch_checkpoint.CheckpointFunction:
             run, preserves, *rest = args
@@ -82,6 +91,9 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for kind in (kind for kind in kinds if "__call__" in vars(kind)):
             stack.enter_context(replaced(kind, __call__=calling(vars(kind)["__call__"])))
+        for unit in {*recorder.empty.modules.values()}:
+            if not (unit._forward_hooks or unit._forward_pre_hooks):  # those would not run
+                stack.enter_context(replaced(unit, forward=forward_of(unit)))
         stack.enter_context(_watched(recorder))
         stack.enter_context(replaced(function, apply=classmethod(apply)))
         stack.enter_context(replaced(torch_checkpoint, **{name: region}))
