@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import cached_property
+from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 
 from taktline.errors import MismatchError
 from taktline.plan import Plan
 from taktline.runtime import updates
-from taktline.runtime.agreement import Agreement, ScheduleNumber
+from taktline.runtime.agreement import INTRODUCTION, Agreement, examples, introduced, misfit
 from taktline.runtime.bind import Bound, channels_of
 from taktline.runtime.capture import Captures
 from taktline.runtime.fingerprint import DataCheck
-from taktline.runtime.handshake import Handshake, examples, misfit
-from taktline.runtime.outcome import LossRelay
+from taktline.runtime.losses import LossRelay
 from taktline.runtime.ports import Signatures
 from taktline.runtime.random_numbers import Drawing, RankRandom
 from taktline.runtime.replicas import Replicas
-from taktline.runtime.run_ahead import RunAhead
+from taktline.runtime.run_ahead import Agreed
 from taktline.runtime.runnable_plan import Limits, Runnable
-from taktline.runtime.same_model import difference, digest, whole_model
+from taktline.runtime.same_model import digest, model_difference, whole_model
 from taktline.runtime.step_data import Feed
 from taktline.runtime.ties import Ties
 from taktline.stage import PipelineStage
 from taktline.stage.blueprint import Blueprint
 from taktline.text import by_rank, counted
-from taktline.transport import Channel, Transport, transport_of
+from taktline.transport import Channel, Transport, local, transport_of
+from taktline.transport.communicators import default_group
 from taktline.transport.distributed import Distributed
-from taktline.transport.exchange import share_texts
+from taktline.transport.exchange import share_values
 from taktline.transport.one_rank import Alone
 from taktline.transport.turn import Turn
 
@@ -83,7 +86,10 @@ class PipelineRank:
         self._data = DataCheck()
         self._feed = Feed()
         self._captures: Captures | None = None
-        self.run_ahead = RunAhead()
+        self.runs_ahead = False
+        """Whether the user allows steps without an exchange."""
+        self._repeatable: Agreed | None = None
+        """The latest step, if others like it need no exchange."""
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
         self.stepped_at = 0
@@ -118,7 +124,7 @@ class PipelineRank:
     @cached_property
     def agreement(self) -> Agreement:
         """Raises the errors that all ranks raise."""
-        return Agreement(self.transport, self.replicas, self._feed, self._forget)
+        return Agreement(self.transport, self.replicas, self._feed)
 
     @cached_property
     def runnable(self) -> Runnable:
@@ -135,7 +141,7 @@ class PipelineRank:
     def restart(self, steps: int) -> None:
         """Continue over new connections after ``steps`` training steps; on every rank."""
         self._forget()
-        if self.run_ahead.wanted and isinstance(self.transport, Distributed):
+        if self.runs_ahead and isinstance(self.transport, Distributed):
             self.transport.run_ahead()
         self._calls = 0
         self.transport.open(self._channels)
@@ -174,7 +180,7 @@ class PipelineRank:
         """Drop the running step after a failure, and all that may be wrong because of it."""
         self._feed.clear()
         self._known.clear()
-        self.run_ahead.forget()
+        self._repeatable = None
         if self._captures is not None:
             self._captures.forget()
         for stage in self._stages:
@@ -198,43 +204,42 @@ class PipelineRank:
     def _shake_hands(self) -> None:
         """Before the first step: compare the handshakes of all ranks, and open the channels."""
         rank_of = self.runnable.plan.placement.rank_of
-        mine = Handshake(
-            self._name,
-            self._microbatches,
-            self.runnable.plan.stages,
-            [stage.stage_index for stage in self._stages],
-            [rank // len(self.ranks) for rank in rank_of],
-            self.runnable.plan.digest(),
-            self._loss_fn is not None,
-            self._dynamic_shapes,
-            self.run_ahead.wanted,
-            self.replicas.shards,
-            self.replicas.reduces,
-            self.replicas.entangled,
-            examples({stage.stage_index: stage.expected_input for stage in self._stages}),
-            examples({stage.stage_index: stage.expected_output for stage in self._stages}),
-            self._ties.uses,
-            digest(self._blueprint),
-            self._identity.proposed(),
-        )
-        texts = share_texts(self.transport, mine.to_text(), "the first step")
-        all_ranks = [Handshake.from_text(text) for text in texts]
+        stages = {stage.stage_index: stage for stage in self._stages}
+        mine = {
+            "schedule": self._name,
+            "microbatches": self._microbatches,
+            "num_stages": self.runnable.plan.stages,
+            "stages": [stage.stage_index for stage in self._stages],
+            "rank_of": [rank // len(self.ranks) for rank in rank_of],
+            "plan": self.runnable.plan.digest(),
+            "trains": self._loss_fn is not None,
+            "dynamic_shapes": self._dynamic_shapes,
+            "run_ahead": self.runs_ahead,
+            "shards": self.replicas.shards,
+            "reduces": self.replicas.reduces,
+            "in_company": self.replicas.entangled,
+            "takes": examples({index: stage.expected_input for index, stage in stages.items()}),
+            "gives": examples({index: stage.expected_output for index, stage in stages.items()}),
+            "ties": [asdict(use) for use in self._ties.uses],
+            "model": digest(self._blueprint),
+        }
+        what = "what a rank says of itself, that"
+        shared = share_values(self.transport, mine, INTRODUCTION, "the first step", what=what)
+        all_ranks = [introduced(plain) for plain in shared]
         models = [rank.model for rank in all_ranks]
-        if reason := misfit(all_ranks) or difference(
-            self.transport, self._blueprint, models, rank_of=all_ranks[0].rank_of
-        ):
+        if reason := misfit(all_ranks) or model_difference(self.transport, self._blueprint, models):
             raise MismatchError(reason)
         # The same plan on every rank, though only some of them may hold wrapped stages.
         self._reduces = any(rank.reduces for rank in all_ranks)
         self.runnable = self.runnable.with_wrapped(
             shards=any(rank.shards for rank in all_ranks), reduces=self._reduces
         )
-        if len({rank.entangled for rank in all_ranks}) > 1:
+        if len({rank.in_company for rank in all_ranks}) > 1:
             self.replicas.pipeline = self.transport
-        self._entangled = any(rank.entangled for rank in all_ranks)
+        self._entangled = any(rank.in_company for rank in all_ranks)
         if isinstance(self.transport, Distributed):
             self.transport.plane.entangled |= self._entangled
-            if self.run_ahead.wanted:
+            if self.runs_ahead:
                 self._begin_ahead(self.transport)
         channels = self._ties.find_holders([rank.ties for rank in all_ranks])
         if self._random is None:
@@ -246,9 +251,52 @@ class PipelineRank:
         self._ties.begin(self.transport, rank_of)
         if self.transport.size > 1 and not _on_host(self.device):
             self.agreement.relay = LossRelay(self.transport, rank_of, self.device)
-        self._identity.adopt(all_ranks[0].number)
+        self._identity.adopt()
 
 
 def _on_host(device: torch.device) -> bool:
     """Whether results on a device can be read without a wait."""
     return device.type == "cpu"
+
+
+class ScheduleNumber:
+    """The number that the ranks agree on for a schedule in its first step.
+
+    Before, a rank knows a schedule only by its place among those that it has made for ``group``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.number = 0
+        """0 before the first step."""
+        self.maker = local.current()
+        if self.maker is None and group is None and dist.is_available() and dist.is_initialized():
+            group = default_group()
+        ranks = self.maker or group
+        self._made = _Made() if ranks is None else _made.setdefault(ranks, _Made())
+        self._made.waiting.append(ref(self))
+
+    def waiting(self, transport: Transport) -> tuple[int, int]:
+        """How many schedules wait for their first step, and the place of this one among them."""
+        here = None if isinstance(transport, Distributed) else transport
+        waiting = [each for known in self._made.waiting if (each := known()) is not None]
+        # Local ranks whose schedules were all made in one place have no places of their own.
+        if self.number or self.maker is not here:
+            return 0, 0
+        return len(waiting), waiting.index(self)
+
+    def adopt(self) -> None:
+        """Take the next number; all ranks are in the first step of this schedule."""
+        self._made.numbered += 1
+        self.number = self._made.numbered
+        self._made.waiting = [each for each in self._made.waiting if each() not in (None, self)]
+
+
+class _Made:
+    """The schedules that this rank has made for the same ranks."""
+
+    def __init__(self) -> None:
+        self.waiting: list[ref[ScheduleNumber]] = []
+        self.numbered = 0
+
+
+_made: WeakKeyDictionary[object, _Made] = WeakKeyDictionary()

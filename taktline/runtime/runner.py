@@ -11,20 +11,23 @@ import torch
 
 from taktline.errors import MismatchError, StageError, TaktlineError, text_of
 from taktline.runtime import updates
-from taktline.runtime.agreement import Call, mismatch, out_of_step
+from taktline.runtime.agreement import WHICH_STEP, Record, difference, other_kind
 from taktline.runtime.bind import Binding, Bound, bind
 from taktline.runtime.capture import Captures, CudaGraphs, Graphs
 from taktline.runtime.fingerprint import digest_of
+from taktline.runtime.losses import LateLoss, mean_of
 from taktline.runtime.pipeline_rank import PipelineRank
 from taktline.runtime.ports import Signatures
 from taktline.runtime.program import Failure
+from taktline.runtime.run_ahead import repeatable, warn_of_no_effect
 from taktline.runtime.step_data import Feed
 from taktline.runtime.trace import Recorder, watching
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.text import counted
 from taktline.transport.distributed import Distributed
+from taktline.transport.posts import Posts
 
-Prepare = Callable[[Feed], tuple[Call, Any, Any]]
+Prepare = Callable[[Feed], tuple[Record, Any, Any]]
 Fit = Callable[[Feed], None]
 Finish = Callable[[Feed], Any]
 
@@ -42,6 +45,14 @@ class Runner(PipelineRank):
     check_finite = False
     _failed = False
     """Whether the latest call has raised: then all ranks know."""
+    _record = Record()
+    """What this rank says of the running call."""
+    _posts: Posts | None = None
+    """Where the outcome of the running step is posted, if it has no exchange."""
+    _warned = False
+    """Whether it was logged that run_ahead has no effect."""
+    _usual_loss: torch.Tensor | None = None
+    """A loss of the type and on the device of others."""
 
     def capture(self, graphs: Graphs | None = None) -> None:
         """Capture programs as CUDA graphs, or with ``graphs``, and replay them."""
@@ -83,7 +94,7 @@ class Runner(PipelineRank):
         """
         self._failed = True
         self._watch.seconds = self.stall_after
-        with self._turn, self._watch, self.run_ahead:
+        with self._turn, self._watch:
             self._calls += 1
             self._feed.clear()
             self._feed.trains, self._feed.finalizes = trains, finalizes
@@ -92,6 +103,7 @@ class Runner(PipelineRank):
             except TaktlineError as error:
                 if error.recoverable != "step" or self._has_verdict():
                     self._leave(error)
+                self._feed.clear()
                 raise
             except BaseException as error:  # Ctrl-C, or a wait in a group that is not ours
                 if cause := self._cause(error):
@@ -100,6 +112,10 @@ class Runner(PipelineRank):
                 self._leave(error)
                 self._note_rank(error)
                 raise
+            finally:
+                if self._posts is not None:
+                    self._posts.end()
+                    self._posts = None
 
     def _note_rank(self, error: BaseException) -> None:
         """Add to an error which of several ranks in this process raised it."""
@@ -121,7 +137,7 @@ class Runner(PipelineRank):
             raise cause from error
         if located is None or not isinstance(self.transport, Distributed):
             return
-        if self.run_ahead.running is not None:
+        if self._posts is not None:
             located.recoverable = "reconnect"
             raise located
         # The ranks that compute with this one wait for it in the middle of an action.
@@ -164,8 +180,17 @@ class Runner(PipelineRank):
             return call(self._feed), None
         except Exception as raised:
             failure = Failure(self.agreement.located(raised))
-            self.run_ahead.require(failure)
+            self._require_alone(failure)
             return None, failure
+
+    def _require_alone(self, failure: Failure | None) -> None:
+        """Raise if a step without an exchange has failed: other ranks may have ended it."""
+        if failure is not None and self._posts is not None:
+            error = failure.error or MismatchError(
+                "another rank has failed in this step; look at its output, and call reconnect()"
+            )
+            error.recoverable = "reconnect"
+            raise error
 
     def _compute(
         self, bound: Bound, agreed: tuple[int, ...], failure: Failure | None, finish: Finish
@@ -199,15 +224,30 @@ class Runner(PipelineRank):
         output = None
         if failure is None:
             output, failure = self._tried(finish)
-        if (running := self.run_ahead.running) is not None:
-            self.run_ahead.require(failure)
-            self.agreement.post(*running)
+        if self._posts is not None:
+            self._require_alone(failure)
+            self.agreement.post(self._posts, self._record)
             bound.program.settle()
             return output, {}
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
-        skips = self.agreement.conclude(failure, _END, skips=bool(got))
+        skips = self._conclude(self._record._replace(skips=int(bool(got))), failure, _END)
         bound.program.settle()
         return output, self.agreement.routes(got) if skips else {}
+
+    def _conclude(self, record: Record, failure: Failure | None, what: str) -> bool:
+        try:
+            return self.agreement.conclude(record, failure, what)
+        except TaktlineError:
+            self._forget()
+            raise
+
+    def mean_loss(self) -> torch.Tensor | None:
+        """The mean loss of the latest step; on a rank that does not know it yet, a LateLoss."""
+        late, usual = self._feed.late, self._usual_loss
+        if late is not None and usual is not None and not self._feed.losses:
+            return LateLoss.like(usual, partial(_late_mean, late))
+        self._usual_loss = mean_of(self._feed.losses, self._feed.scales)
+        return self._usual_loss
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -245,22 +285,22 @@ class Runner(PipelineRank):
                 MismatchError(f"rank {self.transport.rank} {reason}: {kind}: {text_of(raised)}")
             )
         # Before any collective: a rank in another step would not answer.
-        self.agreement.conclude(failure, what)
+        self._conclude(Record(), failure, what)
         with guarded(self.transport, what):
             self.replicas.catch_up()
         if self._ties.there:
-            self.agreement.conclude(self._ties.add_up(None), what)
+            self._conclude(Record(), self._ties.add_up(None), what)
 
     def _agree(self, prepare: Prepare) -> tuple[int, ...]:
         """Raise unless all ranks are about to do the same.
 
         Returns the kind of step: mode, micro-batches and inputs of all ranks.
         """
-        error, plan, call, data, flags = None, 0, Call(), (None, None), []
+        error, plan, record, data, flags = None, 0, Record(), (None, None), []
         try:
             plan = self.runnable.fingerprint
             self._check()
-            call, *data = prepare(self._feed)
+            record, *data = prepare(self._feed)
             if not self._feed.finalizes and self._ties.uses and self.replicas.shards:
                 raise MismatchError(
                     "finalize_gradients=False leaves gradients of sharded stages unreduced, but "
@@ -269,60 +309,67 @@ class Runner(PipelineRank):
             flags = [str(stage.begin()) for stage in self._stages]
         except Exception as raised:
             error = self.agreement.located(raised)
+        compared, arguments, targets = 0, 0, 0
+        if isinstance(self.transport, Distributed):
+            # Not on local ranks: they get the same objects, and Ctrl-C may skip calls of some.
+            compared, arguments, targets = self._data.fingerprints(self._calls, *data)
         waiting, place = self._identity.waiting(self.transport)
-        call = call._replace(
+        self._record = record._replace(
             failed=int(error is not None),
             schedule=self._identity.number,
             waiting=waiting,
             place=place,
+            call=self._calls if isinstance(self.transport, Distributed) else 0,
             step=self._feed.number,
             plan=plan,
             shares=self._feed.shares,
             traces=self.recorder is not None,
-            inputs=digest_of([str(call.inputs), _autocast(self.device), *flags]),
+            inputs=digest_of([str(record.inputs), _autocast(self.device), *flags]),
+            compared=compared,
+            arguments=arguments,
+            targets=targets,
         )
-        if isinstance(self.transport, Distributed):
-            # Not on local ranks: they get the same objects, and Ctrl-C may skip calls of some.
-            compared, arguments, targets = self._data.fingerprints(self._calls, *data)
-            found = {"compared": compared, "arguments": arguments, "targets": targets}
-            call = call._replace(call=self._calls, **found)
-        ahead = None if error is not None else self._ahead(call)
-        return ahead or self._exchange(call, error)
+        ahead = None if error is not None else self._ahead(self._record)
+        return ahead or self._exchange(self._record, error)
 
-    def _ahead(self, call: Call) -> tuple[int, ...] | None:
+    def _ahead(self, record: Record) -> tuple[int, ...] | None:
         """Begin a step without an exchange: returns its kind; None if the ranks have to agree."""
         if not isinstance(self.transport, Distributed) or self.transport.posts is None:
             return None
-        posts, number = self.transport.posts, self._identity.number
+        posts, number, known = self.transport.posts, self._identity.number, self._repeatable
         same, posts.schedule = posts.schedule == number, number
-        known = self.run_ahead.known(call) if same and self._feed.trains else None
-        if known is None or known.kind not in self._known:
+        # In a traced step the ranks compare their clocks.
+        if known is None or not same or not self._feed.trains or record.traces:
             return None
-        self.run_ahead.begin(posts, call)
+        if record.kind != known.record.kind or known.kind not in self._known:
+            return None
+        self._posts = posts
+        posts.begin()
         self._feed.rows, self._feed.microbatches = known.rows, self._parts(known.rows)
         return known.kind
 
-    def _exchange(self, call: Call, error: TaktlineError | None) -> tuple[int, ...]:
-        """Compare the calls of all ranks; returns the kind of step."""
+    def _exchange(self, record: Record, error: TaktlineError | None) -> tuple[int, ...]:
+        """Compare the records of all ranks; returns the kind of step."""
         try:
-            shared = self.transport.exchange(call, self._call)
+            records = self.agreement.share(record, self._call)
         except MismatchError:
             self._calls -= 1  # other ranks are in another call, so this one does not count
             raise
-        calls = [Call.read(numbers, rank) for rank, numbers in enumerate(shared)]
-        if any(call.failed for call in calls):
-            self.agreement.raise_first(error)
-        if reason := out_of_step(calls):
+        self.agreement.require_all(records, error)
+        if reason := difference(WHICH_STEP, records):
             raise MismatchError(reason)
         if not self._identity.number:
             self._shake_hands()
-        if reason := mismatch(calls):
+        if reason := other_kind(records):
             raise MismatchError(reason)
-        rows = max(call.batch for call in calls)
+        rows = max(record.batch for record in records)
         self._feed.rows, self._feed.microbatches = rows, self._parts(rows)
-        kind = (self._feed.trains, self._feed.microbatches, *(call.inputs for call in calls))
-        if self._feed.trains:
-            self.run_ahead.note(calls, self.transport.rank, kind, rows)
+        kind = (self._feed.trains, self._feed.microbatches, *(each.inputs for each in records))
+        if self._feed.trains and self.runs_ahead:
+            self._repeatable = repeatable(records, self.transport.rank, kind)
+            if self._repeatable is None and not self._warned:
+                self._warned = True
+                warn_of_no_effect(records)
         return kind
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
@@ -355,3 +402,10 @@ def _autocast(device: torch.device) -> str:
     """The types of autocast, which decide what crosses boundaries."""
     kinds = dict.fromkeys(("cpu", device.type))
     return str([torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)])
+
+
+def _late_mean(late: Callable[[Feed], None]) -> torch.Tensor | None:
+    """The mean of the losses of all ranks; waits for them."""
+    feed = Feed()
+    late(feed)
+    return mean_of(feed.losses, feed.scales)

@@ -21,7 +21,7 @@ from taktline.checks import (
 )
 from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
-from taktline.runtime.agreement import Call
+from taktline.runtime.agreement import Record
 from taktline.runtime.losses import LossWeights, Wanted, by_rows, scales, warn_if_uneven
 from taktline.runtime.microbatch import merge_chunks
 from taktline.runtime.runnable_plan import Limits
@@ -132,7 +132,7 @@ class Schedule:
             if check_finite:
                 raise ScheduleError("a CUDA graph cannot check values: leave out check_finite")
             self._runner.capture()
-        self._runner.run_ahead.wanted = require_flag("run_ahead", run_ahead)
+        self._runner.runs_ahead = require_flag("run_ahead", run_ahead)
 
     @property
     def stall_after(self) -> float | None:
@@ -260,7 +260,7 @@ class Schedule:
         trains: bool,
         finalizes: bool = True,
     ) -> Any:
-        def prepare(feed: Feed) -> tuple[Call, Any, Any]:
+        def prepare(feed: Feed) -> tuple[Record, Any, Any]:
             wanted.check()
             if feed.trains and not torch.is_grad_enabled():
                 raise MismatchError(
@@ -273,10 +273,10 @@ class Schedule:
             if wanted.outputs and self._has_last():
                 feed.outputs = {}
             batch.cutter = self._cutter_for(batch)
-            call = self._measured(batch, feed)
-            if self._runner.run_ahead.wanted:
-                call = call._replace(whole=batch.whole())
-            return call, *batch.compared(self._compared)
+            record = self._measured(batch, feed)
+            if self._runner.runs_ahead:
+                record = record._replace(whole=batch.whole())
+            return record, *batch.compared(self._compared)
 
         def fit(feed: Feed) -> None:
             # The rows come from the rank of the first stage.
@@ -291,7 +291,7 @@ class Schedule:
         if feed.late is not None and wanted.lists:
             feed.late(feed)
         wanted.fill(feed)
-        self.loss = self._runner.run_ahead.mean_loss(feed) if wanted.shares else None
+        self.loss = self._runner.mean_loss() if wanted.shares else None
         feed.clear()
         return output
 
@@ -310,7 +310,7 @@ class Schedule:
                 f"{error}; pass return_outputs=False if you do not need them"
             ) from error
 
-    def _measured(self, batch: Batch, feed: Feed) -> Call:
+    def _measured(self, batch: Batch, feed: Feed) -> Record:
         """Cut the arguments; returns the rows of batch and target, and a digest of the inputs."""
         if not any(stage.is_first for stage in self._stages):
             batch = replace(batch, args=(), arg_mbs=None)  # keyword arguments are for all stages
@@ -324,7 +324,7 @@ class Schedule:
                 )
             size = batch.target_size()
             target = size if batch.cutter.target_spec is None else 0
-        return Call(batch=rows, target=target, inputs=batch.digest())
+        return Record(batch=rows, target=target, inputs=batch.digest())
 
     def _weigh(self, feed: Feed, loss_weights: LossWeights | None) -> None:
         """Set the weight of each micro-batch's loss."""

@@ -17,6 +17,7 @@ from taktline.checkpoint.model_state import ModelState
 from taktline.errors import MismatchError, TaktlineError
 from taktline.plan import Plan
 from taktline.runtime import ScheduleFromPlan
+from taktline.runtime.same_model import BUILDING, Compared, together
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.by_names import without_compiler
@@ -28,7 +29,6 @@ from taktline.train.batch_dims import BatchDims
 from taktline.train.choose_plan import ScheduleChoice, opened, plan_for
 from taktline.train.model_stages import Model, kept, stages_in, state_of, take_apart
 from taktline.train.ranks import Ranks, find_ranks
-from taktline.train.same_pipeline import BUILDING, Compared, together
 from taktline.train.shared_times import shared_times
 from taktline.train.stage_table import StageTable
 from taktline.train.wrap import require_wrapped, separate, wrapped
