@@ -1,30 +1,46 @@
-"""Agreement among ranks: what each says of its step or its pipeline, and the first difference.
+"""Agreement among ranks: what each says of its step, and the first difference.
 
 Ranks share one record before a step and one at its end. If a rank has an error, all ranks raise it;
 otherwise the first field in which records differ is named by a table.
+
+With run_ahead a step like the one before needs no exchange: every rank gets the whole batch, so
+that all know its kind. At the end each rank posts its record and goes on; the records of a step are
+read before the next but one::
+
+    waiting      rank 0   F F F F I I W I W I W W         │ F F …
+                 rank 1     F F F I F I W I W I W W       │   F …       all ranks end together
+                 rank 2       F F I F I F I W I W W W     │     …
+
+    run_ahead    rank 0   F F F F I I W I W I W W F F …
+                 rank 1     F F F I F I W I W I W W F …
+                 rank 2       F F I F I F I W I W W W …
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
-from taktline.errors import BatchError, MismatchError, TaktlineError, text_of
-from taktline.meta import Signature
-from taktline.plan import Placement
+import torch.distributed as dist
+
+from taktline.errors import BatchError, MismatchError, StageError, TaktlineError, text_of
 from taktline.runtime.losses import LossRelay, RelayedLosses, losses_as_numbers, put_losses
 from taktline.runtime.program import Failure
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.step_data import Feed
-from taktline.runtime.ties import TieUse, untied
-from taktline.text import counted
-from taktline.transport import Transport
-from taktline.transport.describe import decode, encode
+from taktline.text import by_rank, counted
+from taktline.transport import Transport, local
+from taktline.transport.communicators import default_group
+from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import retold, share_error, share_values
 from taktline.transport.posts import Post, Posts
+
+_log = logging.getLogger("taktline")
+ALIKE = "pass the same on every rank"
 
 
 class Record(NamedTuple):
@@ -105,7 +121,6 @@ class Field(NamedTuple):
     """Only ranks with the highest value of this field are compared."""
 
 
-_ALIKE = "pass the same on every rank"
 _DATA = (
     "inputs would meet the targets of other samples. Pass every rank of a pipeline the same batch: "
     "draw it from a generator of its own, or read it on one rank and hand it on with "
@@ -141,7 +156,7 @@ WHICH_STEP = (
 """Fields of a record by which ranks see that they are in the same step."""
 
 KIND_OF_STEP = (
-    Field("shares", "the ranks disagree on the value of share_losses", _ALIKE, bool),
+    Field("shares", "the ranks disagree on the value of share_losses", ALIKE, bool),
     Field(
         "traces",
         "the ranks disagree on the use of trace()",
@@ -175,28 +190,6 @@ DATA_OF_STEP = tuple(
     for name in ("arguments", "targets")
 )
 """Fields of a record by which ranks see that they were given the same data."""
-
-SCHEDULE = tuple(
-    Field(name, f"the ranks disagree on the {noun}", _ALIKE)
-    for name, noun in (
-        ("schedule", "schedule"),
-        ("microbatches", "number of micro-batches"),
-        ("num_stages", "number of stages"),
-        ("trains", "presence of a loss_fn"),
-        ("dynamic_shapes", "value of dynamic_shapes"),
-        ("run_ahead", "value of run_ahead"),
-    )
-)
-"""What all ranks say of a schedule before its first step."""
-
-PLAN = (
-    Field(
-        "plan",
-        "the ranks have different plans",
-        "build or read the same plan on each",
-        lambda digest: digest[:8],
-    ),
-)
 
 
 def difference(table: Sequence[Field], ranks: Sequence[Any]) -> str | None:
@@ -232,94 +225,6 @@ def other_kind(records: Sequence[Record]) -> str | None:
     return difference(DATA_OF_STEP, records)
 
 
-_TIE = {"tie": {"uses": [(int, str)]}, "stage": int, "kind": str, "identity": str}
-INTRODUCTION = {
-    "schedule": str,
-    "microbatches": int,
-    "num_stages": int,
-    "stages": [int],
-    "rank_of": [int],  # the process of each stage, by the plan
-    "plan": str,  # its digest
-    "trains": bool,
-    "dynamic_shapes": bool,
-    "run_ahead": bool,
-    "shards": bool,  # whether a stage is gathered before it computes
-    "reduces": bool,  # whether a stage averages its gradients over replicas
-    "in_company": bool,  # whether processes of other pipelines share the work of its stages
-    "takes": [(int, str)],  # the input of each stage with an example, as text
-    "gives": [(int, str)],  # the output likewise
-    "ties": [_TIE],  # the tied weights in the rank's stages
-    "model": int,  # a digest of the model that the stages were cut from; 0 if it is not known
-}
-"""What a rank says of its part of a schedule, once before the first step."""
-
-
-def introduced(plain: Mapping[str, Any]) -> Any:
-    """What another rank has said, with its fields as attributes."""
-    return SimpleNamespace(**{**plain, "ties": [TieUse.from_plain(use) for use in plain["ties"]]})
-
-
-def examples(given: Mapping[int, Signature | None]) -> list[tuple[int, str]]:
-    """The examples that a user has given for stages, as texts."""
-    return [(stage, encode(example).decode()) for stage, example in given.items() if example]
-
-
-def misfit(ranks: Sequence[Any]) -> str | None:
-    """Why ranks with these introductions cannot run a schedule together; None if they can."""
-    return (
-        difference(SCHEDULE, ranks)
-        or _misplaced([rank.stages for rank in ranks], ranks[0].rank_of)
-        or _misshaped(ranks)
-        or untied([use for rank in ranks for use in rank.ties])
-        or difference(PLAN, ranks)
-    )
-
-
-def _misshaped(ranks: Sequence[Any]) -> str | None:
-    """Where the examples of two neighbouring stages do not fit together."""
-    takes = {stage: (r, text) for r, rank in enumerate(ranks) for stage, text in rank.takes}
-    gives = {stage: (r, text) for r, rank in enumerate(ranks) for stage, text in rank.gives}
-    for stage in sorted(gives.keys() & {stage - 1 for stage in takes}):
-        (giver, given), (taker, taken) = gives[stage], takes[stage + 1]
-        output, expected = decode(given.encode()), decode(taken.encode())
-        if found := expected.difference(output.leaves, output.spec, is_example=True):
-            return (
-                f"stage {stage} on rank {giver} has {output} (output_args), but stage {stage + 1} "
-                f"on rank {taker} takes {expected} (input_args): {found}"
-            )
-    return None
-
-
-def _misplaced(held: Sequence[Sequence[int]], rank_of: Sequence[int]) -> str | None:
-    """Where ranks hold other stages than the plan places there."""
-    placement = Placement.custom(rank_of, len(held))
-    wanted = [list(placement.stages_of(rank)) for rank in range(len(held))]
-    if [sorted(stages) for stages in held] == wanted:
-        return None
-    words: list[str] = []
-    for stage in range(len(rank_of)):
-        ranks = [rank for rank, stages in enumerate(held) for s in stages if s == stage]
-        if not ranks:
-            words.append(f"stage {stage} is missing: no rank has it")
-        elif len(ranks) > 1:
-            words.append(f"stage {stage} exists {len(ranks)} times: on rank {_listed(ranks)}")
-    needs = "; ".join(
-        f"rank {rank} has {_stages(has)} and needs {_stages(needs)}"
-        for rank, (has, needs) in enumerate(zip(held, wanted, strict=True))
-        if sorted(has) != needs
-    )
-    found = "; ".join(words) or "the stages are not where the schedule runs them"
-    return f"{found}. {needs[0].upper()}{needs[1:]}"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-def _stages(stages: Sequence[int]) -> str:
-    return f"{counted(len(stages), 'stage')} ({_listed(stages)})" if stages else "no stage"
-
-
 class Agreement:
     """Raises the same error on all ranks of a pipeline and its replicas, and shares losses."""
 
@@ -333,6 +238,8 @@ class Agreement:
         """Whether this rank shall end after the running step."""
         self.preempted = False
         """Whether any rank asked to stop in the latest step whose outcome is known."""
+        self.posts: Posts | None = None
+        """Where the outcome of the running step is posted, if it has no exchange."""
 
     @contextmanager
     def with_replicas(self, what: str) -> Iterator[None]:
@@ -374,9 +281,21 @@ class Agreement:
                 put_losses([record.losses for record in records], feed, relayed)
         return any(record.skips for record in records)
 
-    def post(self, posts: Posts, mine: Record) -> None:
+    def begin_ahead(self, posts: Posts) -> None:
+        """Begin a step without an exchange."""
+        self.posts = posts
+        posts.begin()
+
+    def end_ahead(self) -> None:
+        """End such a step, whether or not it has worked."""
+        if self.posts is not None:
+            self.posts.end()
+            self.posts = None
+
+    def post(self, mine: Record) -> None:
         """Post the outcome of a step that has worked here, without waiting for other ranks."""
-        feed, relayed = self._feed, None
+        feed, relayed, posts = self._feed, None, self.posts
+        assert posts is not None
         if feed.shares and self.relay is not None:
             relayed = self.relay.share_aside(feed.losses, feed.microbatches)
         mine = self._outcome(mine, None, shares=feed.shares, relayed=relayed is not None)
@@ -413,6 +332,46 @@ class Agreement:
         rank = f"rank {self._transport.rank}: " if self._transport.size > 1 else ""
         return located(error, rank, BatchError)
 
+    def failure(self, error: Exception) -> Failure:
+        """An error outside of the program, which all ranks hear of at the end of the step.
+
+        A step without an exchange raises it: other ranks may have ended it.
+        """
+        failure = Failure(self.located(error))
+        self.require_exchange(failure)
+        return failure
+
+    def require_exchange(self, failure: Failure | None) -> None:
+        """Raise if a step without an exchange has failed."""
+        if failure is not None and self.posts is not None:
+            error = failure.error or MismatchError(
+                "another rank has failed in this step; look at its output, and call reconnect()"
+            )
+            error.recoverable = "reconnect"
+            raise error
+
+    def has_verdict(self) -> bool:
+        """Whether the ranks know that one of them has failed."""
+        return isinstance(self._transport, Distributed) and self._transport.verdict is not None
+
+    def cause(self, error: BaseException) -> TaktlineError | None:
+        """Why another rank's failure has raised an error here; None if it is this rank's own."""
+        return self._transport.explain(error) if isinstance(self._transport, Distributed) else None
+
+    def judge(self, error: Exception, located: StageError | None) -> None:
+        """Raise if the ranks cannot go on: another rank failed, or others compute with this one."""
+        if (cause := self.cause(error)) is not None:
+            raise cause from error
+        if located is None or not isinstance(self._transport, Distributed):
+            return
+        if self.posts is not None:
+            located.recoverable = "reconnect"
+            raise located
+        # The ranks that compute with this one wait for it in the middle of an action.
+        if self._replicas.computes_together(located.stage):
+            self._transport.raised(located)
+            raise located
+
 
 def located(error: Exception, rank: str, other: type[TaktlineError]) -> TaktlineError:
     """An error for all ranks: with its rank, and of the class ``other`` if it is not ours."""
@@ -428,3 +387,72 @@ def _put_late(post: Post, relayed: RelayedLosses | None, feed: Feed) -> None:
     """Put the losses of all ranks into a feed, once all have posted them."""
     losses = [record.losses for record in Record.read(post.read())]
     put_losses(losses, feed, None if relayed is None else relayed.read())
+
+
+class Agreed(NamedTuple):
+    """A training step on which the ranks agreed by an exchange."""
+
+    record: Record
+    kind: tuple[int, ...]
+    rows: int
+
+
+def repeatable(records: Sequence[Record], rank: int, kind: tuple[int, ...]) -> Agreed | None:
+    """The step of these records, if others like it need no exchange; None if they do."""
+    first = records[0].whole
+    if not first or any(record.whole != first for record in records):
+        return None
+    return Agreed(records[rank], kind, max(record.batch for record in records))
+
+
+def warn_of_no_effect(records: Sequence[Record]) -> None:
+    """Log why steps are not repeatable."""
+    given = ["a batch" if record.whole else "none" for record in records]
+    _log.warning(
+        "run_ahead has no effect: pass the whole batch, with its target, on every rank; ranks got "
+        "%s",
+        by_rank(given) if "none" in given else "batches of different shapes",
+    )
+
+
+class ScheduleNumber:
+    """The number that the ranks agree on for a schedule in its first step.
+
+    Before, a rank knows a schedule only by its place among those that it has made for ``group``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.number = 0
+        """0 before the first step."""
+        self.maker = local.current()
+        if self.maker is None and group is None and dist.is_available() and dist.is_initialized():
+            group = default_group()
+        ranks = self.maker or group
+        self._made = _Made() if ranks is None else _made.setdefault(ranks, _Made())
+        self._made.waiting.append(ref(self))
+
+    def waiting(self, transport: Transport) -> tuple[int, int]:
+        """How many schedules wait for their first step, and the place of this one among them."""
+        here = None if isinstance(transport, Distributed) else transport
+        waiting = [each for known in self._made.waiting if (each := known()) is not None]
+        # Local ranks whose schedules were all made in one place have no places of their own.
+        if self.number or self.maker is not here:
+            return 0, 0
+        return len(waiting), waiting.index(self)
+
+    def adopt(self) -> None:
+        """Take the next number; all ranks are in the first step of this schedule."""
+        self._made.numbered += 1
+        self.number = self._made.numbered
+        self._made.waiting = [each for each in self._made.waiting if each() not in (None, self)]
+
+
+class _Made:
+    """The schedules that this rank has made for the same ranks."""
+
+    def __init__(self) -> None:
+        self.waiting: list[ref[ScheduleNumber]] = []
+        self.numbered = 0
+
+
+_made: WeakKeyDictionary[object, _Made] = WeakKeyDictionary()

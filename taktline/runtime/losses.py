@@ -339,3 +339,10 @@ def _value(loss: LateLoss) -> torch.Tensor:
         if found is not None:
             loss._plain.copy_(found)
     return loss._plain
+
+
+def late_mean(late: Callable[[Feed], None]) -> torch.Tensor | None:
+    """The mean of the losses of all ranks; waits for them."""
+    feed = Feed()
+    late(feed)
+    return mean_of(feed.losses, feed.scales)

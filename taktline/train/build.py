@@ -17,7 +17,7 @@ from taktline.checkpoint.model_state import ModelState
 from taktline.errors import MismatchError, TaktlineError
 from taktline.plan import Plan
 from taktline.runtime import ScheduleFromPlan
-from taktline.runtime.same_model import BUILDING, Compared, together
+from taktline.runtime.introduction import BUILDING, Compared, together
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.by_names import without_compiler

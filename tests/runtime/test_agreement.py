@@ -12,16 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taktline.meta import Signature
-from taktline.runtime.agreement import (
-    INTRODUCTION,
-    WHICH_STEP,
-    Record,
-    difference,
-    examples,
-    introduced,
-    misfit,
-    other_kind,
-)
+from taktline.runtime.agreement import WHICH_STEP, Record, difference, other_kind
+from taktline.runtime.introduction import INTRODUCTION, examples, introduced, misfit
 from taktline.transport.exchange import share_values
 from taktline.transport.one_rank import Alone
 

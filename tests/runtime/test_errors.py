@@ -243,7 +243,7 @@ def unheard_of(rank: int, group: Any) -> str:
     """Something that nobody has thought of, on one rank, before any other is asked."""
     schedule = make(rank, group)
     if rank == 1:
-        schedule._runner._agree = None
+        schedule._runner.agree = None
     with pytest.raises((TypeError, tl.TaktlineError)) as caught:
         run(schedule)
     return str(caught.value)

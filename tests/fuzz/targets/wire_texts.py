@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import taktline as tl
 from taktline.checks import read
 from taktline.meta import Signature, flatten
-from taktline.runtime.agreement import INTRODUCTION, introduced, misfit
+from taktline.runtime.introduction import INTRODUCTION, introduced, misfit
 from taktline.transport import exchange
 from taktline.transport.describe import decode, encode
 from tests.fuzz.mutate import spoil_bytes, spoil_json, spoil_text

@@ -1,26 +1,154 @@
-"""All ranks of all replicas build the same pipeline, or all of them raise the first difference."""
+"""What ranks say of their schedule before its first step, and of their pipeline when it is built.
+
+All ranks of all replicas have the same, or all of them raise the first difference.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar, cast
+from types import SimpleNamespace
+from typing import Any, Protocol, Self, TypeVar, cast
 
 from torch import nn
 
 from taktline.errors import MismatchError, TaktlineError
-from taktline.plan import Plan
-from taktline.runtime.agreement import located
+from taktline.meta import Signature
+from taktline.plan import Placement, Plan
+from taktline.runtime.agreement import ALIKE, Field, difference, located
 from taktline.runtime.fingerprint import digest_of
+from taktline.runtime.ties import TieUse, untied
 from taktline.stage import PipelineStage
 from taktline.stage.blueprint import OPTION, PLACE, TOPICS, Blueprint, attached, blueprint
+from taktline.text import counted
 from taktline.transport import Transport
+from taktline.transport.describe import decode, encode
 from taktline.transport.exchange import share_values
 
 T = TypeVar("T")
 
 BUILDING = "Pipeline(…)"
+
+_TIE = {"tie": {"uses": [(int, str)]}, "stage": int, "kind": str, "identity": str}
+INTRODUCTION = {
+    "schedule": str,
+    "microbatches": int,
+    "num_stages": int,
+    "stages": [int],
+    "rank_of": [int],  # the process of each stage, by the plan
+    "plan": str,  # its digest
+    "trains": bool,
+    "dynamic_shapes": bool,
+    "run_ahead": bool,
+    "shards": bool,  # whether a stage is gathered before it computes
+    "reduces": bool,  # whether a stage averages its gradients over replicas
+    "in_company": bool,  # whether processes of other pipelines share the work of its stages
+    "takes": [(int, str)],  # the input of each stage with an example, as text
+    "gives": [(int, str)],  # the output likewise
+    "ties": [_TIE],  # the tied weights in the rank's stages
+    "model": int,  # a digest of the model that the stages were cut from; 0 if it is not known
+}
+"""What a rank says of its part of a schedule, once before the first step."""
+
+SCHEDULE = tuple(
+    Field(name, f"the ranks disagree on the {noun}", ALIKE)
+    for name, noun in (
+        ("schedule", "schedule"),
+        ("microbatches", "number of micro-batches"),
+        ("num_stages", "number of stages"),
+        ("trains", "presence of a loss_fn"),
+        ("dynamic_shapes", "value of dynamic_shapes"),
+        ("run_ahead", "value of run_ahead"),
+    )
+)
+"""What all ranks say of a schedule before its first step."""
+
+PLAN = (
+    Field(
+        "plan",
+        "the ranks have different plans",
+        "build or read the same plan on each",
+        lambda digest: digest[:8],
+    ),
+)
+
+
+def introduce(transport: Transport, mine: Mapping[str, Any], model: Blueprint) -> list[Any]:
+    """Share what this rank says of its schedule; raises unless all ranks fit together."""
+    said = "what a rank says of itself, that"
+    shared = share_values(transport, mine, INTRODUCTION, "the first step", what=said)
+    ranks = [introduced(plain) for plain in shared]
+    models = [rank.model for rank in ranks]
+    if reason := misfit(ranks) or model_difference(transport, model, models):
+        raise MismatchError(reason)
+    return ranks
+
+
+def introduced(plain: Mapping[str, Any]) -> Any:
+    """What another rank has said, with its fields as attributes."""
+    return SimpleNamespace(**{**plain, "ties": [TieUse.from_plain(use) for use in plain["ties"]]})
+
+
+def examples(given: Mapping[int, Signature | None]) -> list[tuple[int, str]]:
+    """The examples that a user has given for stages, as texts."""
+    return [(stage, encode(example).decode()) for stage, example in given.items() if example]
+
+
+def misfit(ranks: Sequence[Any]) -> str | None:
+    """Why ranks with these introductions cannot run a schedule together; None if they can."""
+    return (
+        difference(SCHEDULE, ranks)
+        or _misplaced([rank.stages for rank in ranks], ranks[0].rank_of)
+        or _misshaped(ranks)
+        or untied([use for rank in ranks for use in rank.ties])
+        or difference(PLAN, ranks)
+    )
+
+
+def _misshaped(ranks: Sequence[Any]) -> str | None:
+    """Where the examples of two neighbouring stages do not fit together."""
+    takes = {stage: (r, text) for r, rank in enumerate(ranks) for stage, text in rank.takes}
+    gives = {stage: (r, text) for r, rank in enumerate(ranks) for stage, text in rank.gives}
+    for stage in sorted(gives.keys() & {stage - 1 for stage in takes}):
+        (giver, given), (taker, taken) = gives[stage], takes[stage + 1]
+        output, expected = decode(given.encode()), decode(taken.encode())
+        if found := expected.difference(output.leaves, output.spec, is_example=True):
+            return (
+                f"stage {stage} on rank {giver} has {output} (output_args), but stage {stage + 1} "
+                f"on rank {taker} takes {expected} (input_args): {found}"
+            )
+    return None
+
+
+def _misplaced(held: Sequence[Sequence[int]], rank_of: Sequence[int]) -> str | None:
+    """Where ranks hold other stages than the plan places there."""
+    placement = Placement.custom(rank_of, len(held))
+    wanted = [list(placement.stages_of(rank)) for rank in range(len(held))]
+    if [sorted(stages) for stages in held] == wanted:
+        return None
+    words: list[str] = []
+    for stage in range(len(rank_of)):
+        ranks = [rank for rank, stages in enumerate(held) for s in stages if s == stage]
+        if not ranks:
+            words.append(f"stage {stage} is missing: no rank has it")
+        elif len(ranks) > 1:
+            words.append(f"stage {stage} exists {len(ranks)} times: on rank {_listed(ranks)}")
+    needs = "; ".join(
+        f"rank {rank} has {_stages(has)} and needs {_stages(needs)}"
+        for rank, (has, needs) in enumerate(zip(held, wanted, strict=True))
+        if sorted(has) != needs
+    )
+    found = "; ".join(words) or "the stages are not where the schedule runs them"
+    return f"{found}. {needs[0].upper()}{needs[1:]}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return f"{counted(len(stages), 'stage')} ({_listed(stages)})" if stages else "no stage"
 
 
 def digest(mine: Blueprint) -> int:
