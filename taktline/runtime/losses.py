@@ -15,7 +15,7 @@ from taktline import pytree
 from taktline.checks import require_flag, warn
 from taktline.errors import BatchError
 from taktline.private import private
-from taktline.runtime.leaves import bounds
+from taktline.runtime.microbatch import bounds
 from taktline.runtime.step_data import Feed
 from taktline.text import counted
 from taktline.transport import Channel, Handle, Transport

@@ -11,9 +11,9 @@ import torch
 from taktline import pytree
 from taktline.errors import BatchError
 from taktline.runtime.fingerprint import digest_of, words_of
-from taktline.runtime.leaves import bounds
 from taktline.runtime.microbatch import (
     batch_size_of,
+    bounds,
     size_of,
     split_args_kwargs_into_chunks,
     split_value,
