@@ -87,8 +87,8 @@ class Record(NamedTuple):
     @property
     def kind(self) -> tuple[int, ...]:
         """The numbers on which the messages of a step depend."""
-        made = (self.schedule, self.plan, self.batch, self.target)
-        return (*made, self.shares, self.traces, self.inputs, self.whole)
+        sizes = (self.schedule, self.plan, self.batch, self.target)
+        return (*sizes, self.shares, self.traces, self.inputs, self.whole)
 
     @property
     def numbers(self) -> list[int]:
@@ -376,11 +376,11 @@ class Agreement:
 def located(error: Exception, rank: str, other: type[TaktlineError]) -> TaktlineError:
     """An error for all ranks: with its rank, and of the class ``other`` if it is not ours."""
     if isinstance(error, TaktlineError):
-        made = retold(error, f"{rank}{text_of(error)}")
+        found = retold(error, f"{rank}{text_of(error)}")
     else:
-        made = other(f"{rank}{type(error).__name__}: {text_of(error)}")
-    made.__cause__ = error
-    return made
+        found = other(f"{rank}{type(error).__name__}: {text_of(error)}")
+    found.__cause__ = error
+    return found
 
 
 def _put_late(post: Post, relayed: RelayedLosses | None, feed: Feed) -> None:
@@ -427,27 +427,31 @@ class ScheduleNumber:
         self.maker = local.current()
         if self.maker is None and group is None and dist.is_available() and dist.is_initialized():
             group = default_group()
-        ranks = self.maker or group
-        self._made = _Made() if ranks is None else _made.setdefault(ranks, _Made())
-        self._made.waiting.append(ref(self))
+        ranks, new = self.maker or group, _Schedules()
+        self._siblings = new if ranks is None else _by_ranks.setdefault(ranks, new)
+        self._siblings.waiting.append(ref(self))
 
     def waiting(self, transport: Transport) -> tuple[int, int]:
         """How many schedules wait for their first step, and the place of this one among them."""
         here = None if isinstance(transport, Distributed) else transport
-        waiting = [each for known in self._made.waiting if (each := known()) is not None]
+        waiting = [each for known in self._siblings.waiting if (each := known()) is not None]
         # Local ranks whose schedules were all made in one place have no places of their own.
         if self.number or self.maker is not here:
             return 0, 0
         return len(waiting), waiting.index(self)
 
-    def adopt(self) -> None:
-        """Take the next number; all ranks are in the first step of this schedule."""
-        self._made.numbered += 1
-        self.number = self._made.numbered
-        self._made.waiting = [each for each in self._made.waiting if each() not in (None, self)]
+    def proposed(self) -> int:
+        """The next number on this rank."""
+        return self._siblings.numbered + 1
+
+    def adopt(self, number: int) -> None:
+        """Take the number that the ranks have agreed on."""
+        siblings = self._siblings
+        self.number = siblings.numbered = number
+        siblings.waiting = [each for each in siblings.waiting if each() not in (None, self)]
 
 
-class _Made:
+class _Schedules:
     """The schedules that this rank has made for the same ranks."""
 
     def __init__(self) -> None:
@@ -455,4 +459,4 @@ class _Made:
         self.numbered = 0
 
 
-_made: WeakKeyDictionary[object, _Made] = WeakKeyDictionary()
+_by_ranks: WeakKeyDictionary[object, _Schedules] = WeakKeyDictionary()

@@ -32,12 +32,12 @@ from taktline.runtime.ports import (
     Incoming,
     KnownPorts,
     Outgoing,
-    Signatures,
 )
 from taktline.runtime.program import Instruction, Program
 from taktline.runtime.random_numbers import RankRandom
 from taktline.runtime.runnable_plan import merged
-from taktline.runtime.stage_actions import Binding, OwnLosses, Work, uncast
+from taktline.runtime.stage_actions import OwnLosses, Work, uncast
+from taktline.runtime.step_data import Binding, Signatures
 from taktline.side_values import Aside, Replay, opened
 from taktline.stage import PipelineStage
 from taktline.stage.autograd_engine import accumulate
@@ -81,8 +81,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
     sending = [*ends.activations_out.values(), *ends.gradients_out.values()]
     settles = [port.settle_all for port in sending]
     program = Program(rank_of, instructions, settles, quickest)
-    learned = partial(_learned, ends, binding.plan.microbatches)
-    return Bound(program, works, learned, binding, known)
+    return Bound(program, works, ends, binding, known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +90,8 @@ class Bound:
 
     program: Program
     works: Mapping[int, Work]
-    learned: Callable[[], Signatures]
-    """Returns the signatures after the first run."""
+    ends: _Ends | None
+    """The ports of the stages."""
     binding: Binding
     known: Signatures | None
     """The signatures that the program was made for; None: it learns them."""
@@ -101,6 +100,20 @@ class Bound:
     def plan(self) -> Plan:
         """The plan that it runs."""
         return self.binding.plan
+
+    def learned(self) -> Signatures:
+        """The signatures that a first run has found."""
+        if self.ends is None:
+            return Signatures()
+        ends = self.ends
+        return Signatures(self._noted(ends.activations_in), self._noted(ends.activations_out))
+
+    def _noted(self, ports: Mapping[int, object]) -> dict[int, list[Signature]]:
+        return {
+            stage: [port.learned[m] for m in range(self.plan.microbatches)]
+            for stage, port in ports.items()
+            if isinstance(port, (DescribedIncoming, DescribedOutgoing))
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +139,7 @@ class _Ends:
 
 def _ends(binding: Binding, known: Signatures | None) -> _Ends:
     stages, transport, train = binding.stages, binding.transport, binding.trains
-    if known is None:
-        make = DescribedPorts(stages, transport, binding.plan)
-    else:
-        make = KnownPorts(
-            stages,
-            transport,
-            known,
-            trains=train,
-            sends_may_wait=binding.sends_may_wait,
-            most_sends=binding.most_sends,
-        )
+    make = DescribedPorts(binding) if known is None else KnownPorts(binding, known)
     here, rank_of = transport.rank, binding.plan.placement.rank_of
     # A boundary between two stages of this rank has the number of the first.
     joined = [stage for stage in stages if stage + 1 in stages]
@@ -150,17 +153,6 @@ def _ends(binding: Binding, known: Signatures | None) -> _Ends:
         {s: make.incoming(s, Channel(rank_of[s + 1], here, True)) for s in later if train},
         {s: make.outgoing(s, Channel(here, rank_of[s - 1], True)) for s in earlier if train},
     )
-
-
-def _learned(ends: _Ends, microbatches: int) -> Signatures:
-    def table(ports: Mapping[int, object]) -> dict[int, list[Signature]]:
-        return {
-            stage: [port.learned[m] for m in range(microbatches)]
-            for stage, port in ports.items()
-            if isinstance(port, (DescribedIncoming, DescribedOutgoing))
-        }
-
-    return Signatures(table(ends.activations_in), table(ends.activations_out))
 
 
 def _instruction(

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from torch import nn
 
-from taktline.errors import MismatchError, TaktlineError
+from taktline.errors import MismatchError
 from taktline.meta import Signature
 from taktline.plan import Placement, Plan
 from taktline.runtime.agreement import ALIKE, Field, difference, located
@@ -48,6 +48,7 @@ INTRODUCTION = {
     "gives": [(int, str)],  # the output likewise
     "ties": [_TIE],  # the tied weights in the rank's stages
     "model": int,  # a digest of the model that the stages were cut from; 0 if it is not known
+    "number": int,  # what the rank proposes as the schedule's number; that of rank 0 counts
 }
 """What a rank says of its part of a schedule, once before the first step."""
 
@@ -263,25 +264,11 @@ class Compared:
         return model_difference(transport, self.along(noun), [row[0] for row in rows], noun)
 
 
-class Mesh(Protocol):
-    """The ranks of a pipeline and its replicas: see ``taktline.train.ranks.Ranks``."""
-
-    @property
-    def transport(self) -> Transport: ...
-
-    def agreed(
-        self,
-        error: TaktlineError | None,
-        what: str,
-        numbers: Callable[[str], Sequence[int]],
-        difference: Callable[[str, Transport, list[list[int]]], str | None],
-    ) -> TaktlineError | None: ...
-
-
-def together(ranks: Mesh, make: Callable[[], T], compared: Callable[[T], Compared]) -> T:
+def together(ranks: Any, make: Callable[[], T], compared: Callable[[T], Compared]) -> T:
     """What a function returns, if it works on all ranks of all replicas, and these compare alike.
 
-    Otherwise all of them raise; a rank with an error of its own raises that one.
+    Otherwise all of them raise; a rank with an error of its own raises that one. ``ranks`` are
+    those of ``taktline.train.ranks``, over all dimensions of the mesh.
     """
     made, mine, error, known = None, Compared(), None, None
     try:

@@ -26,20 +26,20 @@ from __future__ import annotations
 import os
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from math import inf
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from taktline.errors import SignatureError, TransportError
-from taktline.meta import Signature, TensorMeta, flatten
-from taktline.plan import Kind, Plan
-from taktline.pytree import TreeSpec, tree_unflatten
-from taktline.side_values import handed_on, opened
+from taktline.meta import Signature, TensorMeta
+from taktline.plan import Kind
+from taktline.pytree import TreeSpec
+from taktline.runtime.program import PeerFailed
+from taktline.runtime.step_data import Binding, Signatures
 from taktline.stage import PipelineStage
-from taktline.transport import Channel, Handle, Post, Transport
+from taktline.transport import Channel, Handle, Post
 from taktline.transport.describe import decode, encode
 from taktline.transport.wire import Layout, Parcel
 
@@ -64,10 +64,6 @@ _DONE, _FAILED = 0x7A4B0001, 0x7A4B0002
 
 _Message: TypeAlias = tuple[Signature, torch.Tensor] | SignatureError | None
 """A message; an error if it cannot be read, None from a rank that has failed."""
-
-
-class PeerFailed(Exception):
-    """The sender of a message has failed; it reports why at the end of the step."""
 
 
 class BrokenChannel(TransportError):
@@ -257,52 +253,15 @@ class Incoming:
             posted[0].wait()
 
 
-@dataclass(slots=True)
-class Signatures:
-    """The values that cross this rank's boundaries: for each stage, a signature per micro-batch."""
-
-    arriving: dict[int, list[Signature]] = field(default_factory=dict)
-    leaving: dict[int, list[Signature]] = field(default_factory=dict)
-    routes: Mapping[str, int] = field(default_factory=dict)
-    """The last stage that gets each skip."""
-
-    def along(self, routes: Mapping[str, int]) -> Signatures:
-        """The same signatures with skips that end at their route, and not at the last stage."""
-        return Signatures(
-            {s: [_without(x, routes, s - 1) for x in table] for s, table in self.arriving.items()},
-            {s: [_without(x, routes, s) for x in table] for s, table in self.leaving.items()},
-            routes,
-        )
-
-
-def _without(signature: Signature, routes: Mapping[str, int], stage: int) -> Signature:
-    """The signature of a stage's output, without skips that no later stage gets."""
-    if signature.spec is None:
-        return signature
-    arguments, skips = opened(tree_unflatten(signature.leaves, signature.spec))
-    leaves, spec = flatten(handed_on(arguments, skips, routes, stage))
-    return Signature(tuple(leaves), spec)
-
-
 class KnownPorts:
     """Makes the ports of channels whose signatures are known."""
 
-    def __init__(
-        self,
-        stages: Mapping[int, PipelineStage],
-        transport: Transport,
-        signatures: Signatures,
-        *,
-        trains: bool,
-        sends_may_wait: bool,
-        most_sends: int | None = None,
-    ) -> None:
-        self._stages = stages
-        self._transport = transport
+    def __init__(self, binding: Binding, signatures: Signatures) -> None:
+        self._binding = binding
+        self._transport = binding.transport
         self._signatures = signatures
-        self._trains = trains
-        self._sends_may_wait = sends_may_wait
-        self._sends = Sends(most_sends) if most_sends is not None and sends_may_wait else None
+        limited = binding.most_sends is not None and binding.sends_may_wait
+        self._sends = Sends(binding.most_sends or 0) if limited else None
         self._layouts: dict[object, Layout] = {}
 
     def incoming(self, stage: int, channel: Channel) -> Incoming:
@@ -319,8 +278,8 @@ class KnownPorts:
         """The sending end for a stage."""
         post = self._transport.sender(channel)
         # In training, the gradient of a micro-batch shows that its activations have arrived.
-        answered = self._trains and not channel.gradients
-        limit = inf if answered or not self._sends_may_wait else _UNDER_WAY
+        answered = self._binding.trains and not channel.gradients
+        limit = inf if answered or not self._binding.sends_may_wait else _UNDER_WAY
         if channel.gradients:
             arriving = self._signatures.arriving[stage]
             layouts = [self._layout(stage, s.gradients) for s in arriving]
@@ -330,7 +289,7 @@ class KnownPorts:
         return Outgoing(post, layouts, leaving, limit=limit, sends=self._sends)
 
     def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
-        owner = self._stages[stage]
+        owner = self._binding.stages[stage]
         # Stages share layouts and buffers, unless they may lie on different meshes.
         sharded = any(tensor.sharding for tensor in tensors)
         key = (tensors, owner.device, stage if sharded else None)
@@ -485,12 +444,10 @@ class DescribedOutgoing:
 class DescribedPorts:
     """Makes the ports of channels whose messages describe themselves."""
 
-    def __init__(
-        self, stages: Mapping[int, PipelineStage], transport: Transport, plan: Plan
-    ) -> None:
-        self._stages = stages
-        self._transport = transport
-        self._plan = plan
+    def __init__(self, binding: Binding) -> None:
+        self._stages = binding.stages
+        self._transport = binding.transport
+        self._plan = binding.plan
         self._inboxes: dict[Channel, Inbox] = {}
 
     def incoming(self, stage: int, channel: Channel) -> DescribedIncoming:

@@ -24,19 +24,18 @@ from taktline.runtime.agreement import (
     repeatable,
     warn_of_no_effect,
 )
-from taktline.runtime.bind import Binding, Bound, bind, channels_of
+from taktline.runtime.bind import Bound, bind, channels_of
 from taktline.runtime.capture import Captures, CudaGraphs, Graphs
 from taktline.runtime.fingerprint import DataCheck, digest_of
 from taktline.runtime.introduction import digest, examples, introduce, whole_model
 from taktline.runtime.losses import LossRelay
-from taktline.runtime.ports import Signatures
 from taktline.runtime.program import Failure
 from taktline.runtime.random_numbers import Drawing, RankRandom
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
-from taktline.runtime.step_data import Feed
+from taktline.runtime.step_data import Binding, Feed, Signatures
 from taktline.runtime.ties import Ties
-from taktline.runtime.trace import Recorder, watching
+from taktline.runtime.trace import TraceRecorder, watching
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
 from taktline.stage.blueprint import Blueprint
@@ -109,7 +108,7 @@ class Runner:
         self._captures: Captures | None = None
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
-        self.recorder: Recorder | None = None
+        self.recorder: TraceRecorder | None = None
         """Records the steps, while there is a trace."""
         self.stall_after: float | None = STALL_SECONDS
         self.check_finite = False
@@ -404,7 +403,7 @@ class Runner:
         self._ties.begin(self.transport, rank_of)
         if self.transport.size > 1 and not _on_host(self.device):
             self.agreement.relay = LossRelay(self.transport, rank_of, self.device)
-        self._identity.adopt()
+        self._identity.adopt(ranks[0].number)
 
     def _introduction(self) -> dict[str, Any]:
         """What this rank says of itself before the first step."""
@@ -426,6 +425,7 @@ class Runner:
             "gives": examples({stage.stage_index: stage.expected_output for stage in stages}),
             "ties": [asdict(use) for use in self._ties.uses],
             "model": digest(self._blueprint),
+            "number": self._identity.proposed(),
         }
 
     def _begin_ahead(self, transport: Distributed) -> None:
@@ -464,7 +464,7 @@ class Runner:
                 failure = bound.program.run(wrap, self.agreement.judge)
             else:
                 eagerly = partial(bound.program.run, wrap, self.agreement.judge)
-                failure = self._captures.run(kind, bound, eagerly, self._ties.apart)
+                failure = self._captures.run(kind, bound, eagerly, self._ties.fresh)
         watch.program, watch.doing = None, "waits for the gradients of tied weights"
         failure = self._ties.add_up(failure)
         watch.doing = "waits for every rank to end the step"

@@ -37,7 +37,7 @@ from taktline.runtime.microbatch import merge_chunks
 from taktline.runtime.runnable_plan import Limits
 from taktline.runtime.runner import Runner
 from taktline.runtime.step_data import Batch, Cutter, Feed
-from taktline.runtime.trace import Recorder, Trace, clock_for
+from taktline.runtime.trace import Trace, TraceRecorder, clock_for
 from taktline.stage import PipelineStage
 
 LossFn = Callable[..., torch.Tensor]
@@ -263,7 +263,7 @@ class Schedule:
         runner = self._runner
         if runner.recorder is not None:
             raise ScheduleError("this schedule is being traced already; leave that block first")
-        trace, runner.recorder = Trace(), Recorder(clock_for(runner.device))
+        trace, runner.recorder = Trace(), TraceRecorder(clock_for(runner.device))
         recorder = runner.recorder
         try:
             yield trace

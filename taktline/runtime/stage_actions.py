@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -12,15 +11,13 @@ import torch
 from taktline import pytree
 from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten
-from taktline.plan import Plan
-from taktline.runtime.ports import In, Out, Signatures, Values
-from taktline.runtime.random_numbers import LOSS, Drawing, Seeded, seeded
-from taktline.runtime.step_data import Feed
+from taktline.runtime.ports import In, Out, Values
+from taktline.runtime.random_numbers import LOSS
+from taktline.runtime.step_data import Binding, Signatures
 from taktline.sharding import is_sharded, local, root_gradient
 from taktline.side_values import Aside, handed_on, opened, require_number
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
-from taktline.transport import Transport
 
 OwnLosses: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
 """A stage's own losses, and their root gradients."""
@@ -35,31 +32,6 @@ _Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], Aside | None]
 """The values of a forward that its backward needs: root gradients of own losses, side values."""
 
 _NOT_KEPT: _Kept = ((), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """All that the program of a step is made from."""
-
-    plan: Plan
-    stages: Mapping[int, PipelineStage]
-    transport: Transport
-    feed: Feed
-    loss_fn: Callable[..., torch.Tensor] | None
-    seed: int | None
-    trains: bool
-    sends_may_wait: bool
-    """Whether the plan cannot deadlock where a send waits until its receive is posted."""
-    most_sends: int | None
-    """How many messages of a rank may be under way; None: any number."""
-    drawing: Drawing | None
-    """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
-    seeded: Seeded = seeded
-    """Sets the seed for a stage and micro-batch."""
-    check_finite: bool = False
-    """Whether to raise where a value is not finite."""
-    any_order: bool = False
-    """Whether forwards may run in any order: none changes what another one reads."""
 
 
 class Work:

@@ -178,7 +178,7 @@ def align(transport: Transport) -> Offsets:
 
 
 @dataclass(slots=True)
-class _Record:
+class _StepTimes:
     """The recorded actions of one step on this rank."""
 
     plan: Plan
@@ -188,20 +188,20 @@ class _Record:
     """Three of each action: when it began, when its values had arrived, and when it ended."""
 
 
-class Recorder:
+class TraceRecorder:
     """Records the steps of this rank while there is a trace."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.records: list[_Record] = []
+        self.records: list[_StepTimes] = []
         """The steps that have worked on every rank."""
-        self._latest: _Record | None = None
+        self._latest: _StepTimes | None = None
         self._arrived: Any = None
 
     @contextmanager
     def watch(self, bound: Bound, transport: Transport, profiled: bool) -> Iterator[Wrap]:
         """Record a step; all ranks take part."""
-        record = self._latest = _Record(bound.plan, align(transport))
+        record = self._latest = _StepTimes(bound.plan, align(transport))
         with ExitStack() as stack:
             for work in bound.works.values():
                 stack.enter_context(work.noting(self._note))
@@ -227,7 +227,7 @@ class Recorder:
         self._arrived = self.clock.stamp()
 
     def _recorded(
-        self, record: _Record, action: Action, run: Callable[[], None]
+        self, record: _StepTimes, action: Action, run: Callable[[], None]
     ) -> Callable[[], None]:
         stamp, keep = self.clock.stamp, record.stamps.extend
         record.actions.append(action)
@@ -243,7 +243,7 @@ class Recorder:
 
 
 def watching(
-    recorder: Recorder | None, bound: Bound, transport: Transport
+    recorder: TraceRecorder | None, bound: Bound, transport: Transport
 ) -> AbstractContextManager[Wrap | None]:
     """The wrapper for the instructions of a step: None without a trace and a profiler."""
     # Read once a step: the flag changes when a profiler starts and stops.
@@ -265,7 +265,7 @@ def _named(instruction: Instruction) -> Callable[[], None]:
 
 
 def _gather(
-    record: _Record, recorder: Recorder, transport: Transport, ranks: range
+    record: _StepTimes, recorder: TraceRecorder, transport: Transport, ranks: range
 ) -> tuple[Timeline, int]:
     """The timeline of one step, and the error of its clocks; all ranks take part."""
     plan = _apart(record.plan)

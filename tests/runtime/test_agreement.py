@@ -61,6 +61,7 @@ ALIKE: dict[str, Any] = {
     "gives": [],
     "ties": [],
     "model": 0,
+    "number": 1,
 }
 
 

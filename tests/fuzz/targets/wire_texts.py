@@ -45,6 +45,7 @@ SAID: dict[str, Any] = {
     "gives": [],
     "ties": [],
     "model": 0,
+    "number": 1,
 }
 
 
