@@ -60,6 +60,36 @@ class Runner:
             runner.conclude(failure)                     with the other ranks, on the outcome
     """
 
+    recorder: TraceRecorder | None = None
+    """Records the steps, while there is a trace."""
+    stall_after: float | None = STALL_SECONDS
+    check_finite = False
+    stepped_at = 0
+    """When the latest training step has ended; 0 before the first one, and after a load."""
+    unreduced = False
+    """Whether the running ``accumulate()`` has gradients of a step."""
+    runs_ahead = False
+    """Whether the user allows steps without an exchange."""
+    _repeatable: Agreed | None = None
+    """The latest step, if others like it need no exchange."""
+    _warned = False
+    """Whether it was logged that run_ahead has no effect."""
+    _failed = False
+    """Whether the latest call has raised: then all ranks know."""
+
+    # Of the running call:
+    _record = Record()
+    """What this rank says of it."""
+    _flags: Sequence[str] = ()
+    """What the stages and autocast say of it."""
+    _kind: tuple[int, ...] = ()
+    _bound: Bound | None = None
+    """Its program."""
+    _learns = False
+    """Whether the program finds out what crosses boundaries."""
+    _end = ExitStack()
+    """Closed at its end."""
+
     def __init__(
         self,
         name: str,
@@ -108,33 +138,6 @@ class Runner:
         self._captures: Captures | None = None
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
-        self.recorder: TraceRecorder | None = None
-        """Records the steps, while there is a trace."""
-        self.stall_after: float | None = STALL_SECONDS
-        self.check_finite = False
-        self.stepped_at = 0
-        """When the latest training step has ended; 0 before the first one, and after a load."""
-        self.unreduced = False
-        """Whether the running ``accumulate()`` has gradients of a step."""
-        self._failed = False
-        """Whether the latest call has raised: then all ranks know."""
-        self._record = Record()
-        """What this rank says of the running call."""
-        self._flags: list[str] = []
-        """What the stages and autocast say of the running call."""
-        self._kind: tuple[int, ...] = ()
-        self._bound: Bound | None = None
-        """The program of the running call."""
-        self._learns = False
-        """Whether it finds out what crosses boundaries."""
-        self._end = ExitStack()
-        """Called at the end of the running call."""
-        self.runs_ahead = False
-        """Whether the user allows steps without an exchange."""
-        self._repeatable: Agreed | None = None
-        """The latest step, if others like it need no exchange."""
-        self._warned = False
-        """Whether it was logged that run_ahead has no effect."""
 
     def capture(self, graphs: Graphs | None = None) -> None:
         """Capture programs as CUDA graphs, or with ``graphs``, and replay them."""
