@@ -194,6 +194,8 @@ DATA_OF_STEP = tuple(
 
 def difference(table: Sequence[Field], ranks: Sequence[Any]) -> str | None:
     """The first field of a table that differs among the ranks, in words; None if none does."""
+    if len(ranks) == 1:
+        return None
     for name, what, advice, show, optional, latest in table:
         values = [getattr(rank, name) for rank in ranks]
         if values.count(values[0]) == len(values):
