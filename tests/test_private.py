@@ -17,7 +17,7 @@ import taktline as tl
 from taktline import pytree
 from taktline.errors import TorchVersionError
 from taktline.private import for_all, lacking, missing, private
-from taktline.runtime import fused_backward
+from taktline.runtime import bind
 from taktline.runtime.capture import module_state
 from taktline.stage import autograd_engine, split_recipe
 from taktline.stage.grad_sync import FSDPSync
@@ -106,7 +106,7 @@ def test_a_whole_backward_if_the_graph_cannot_be_read(
 def test_marks_without_a_shared_hook() -> None:
     """A node of a version without the private way gets a hook of its own."""
     at = [7]
-    mark = fused_backward._Mark(at, 3)
+    mark = bind._Mark(at, 3)
     y = torch.ones(2, requires_grad=True) * 2
 
     graph: Any = y.grad_fn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,43 +45,44 @@ class Fingerprint:
     numbers and strings, and on the types of other objects.
 
     A GPU computes it and copies it to the host without waiting: it is :attr:`ready` some time
-    after :meth:`start`.
+    later.
     """
 
-    def __init__(self, known: int, coming: list[_Coming]) -> None:
-        self._known = known
-        self._coming = coming
-
-    @classmethod
-    def start(cls, values: Any) -> Fingerprint:
-        """Start to compute the fingerprint of a tree of values."""
-        known, elsewhere = 0, dict[torch.device, torch.Tensor]()
+    def __init__(self, values: Any) -> None:
+        self._known = 0
+        self._coming: list[tuple[torch.Tensor, torch.Event]] = []
         # Not in the caller's inference mode: the cached constants must be usable outside of it.
         with torch.inference_mode(False), torch.no_grad():
             for path, leaf in _leaves(values):
                 salt = digest_of([path, *words_of(leaf)])
-                known += salt
+                self._known += salt
                 if not isinstance(leaf, torch.Tensor) or (data := _sampled(leaf)) is None:
                     continue
                 if data.device.type == "cpu":
-                    known += int(data) * (salt | 1)
+                    self._known += int(data) * (salt | 1)
                 else:
-                    term = data * (salt | 1)
-                    found = elsewhere.get(data.device)
-                    elsewhere[data.device] = term if found is None else found + term
-            return cls(known, [_Coming.of(total) for total in elsewhere.values()])
+                    self._coming.append(_to_host(data * (salt | 1)))
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`read` returns at once."""
-        return all(coming.event.query() for coming in self._coming)
+        return all(event.query() for _, event in self._coming)
 
     def read(self) -> int:
         """The number; waits until it is ready."""
-        for coming in self._coming:
-            coming.event.synchronize()
-        total = self._known + sum(int(coming.number) for coming in self._coming)
+        for _, event in self._coming:
+            event.synchronize()
+        total = self._known + sum(int(number) for number, _ in self._coming)
         return total % 2**64 % (2**63 - 1) + 1
+
+
+def _to_host(number: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
+    """A number that is being copied from a device, and the event at its end."""
+    here = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
+    here.copy_(number, non_blocking=True)
+    event = torch.Event(number.device)
+    event.record(torch.accelerator.current_stream(number.device))
+    return here, event
 
 
 class DataCheck:
@@ -90,45 +91,17 @@ class DataCheck:
     def __init__(self) -> None:
         self._pending: tuple[int, list[Fingerprint | None]] | None = None
 
-    def fingerprints(self, call: int, arguments: Any, targets: Any) -> tuple[int, int, int]:
-        """The latest call with known fingerprints, and those of its arguments and targets.
+    def fingerprints(self, call: int, *data: Any) -> tuple[int, ...]:
+        """The latest call with known fingerprints, and those of its data, 0 where there is none.
 
-        From a GPU they may be those of an earlier call. 0 stands for no data.
+        From a GPU they may be those of an earlier call.
         """
-        known, self._pending = self._pending, None
-        if due(call - 1):
-            given = (arguments, targets)
-            found = [None if data is None else Fingerprint.start(data) for data in given]
-            if _ready(found):
-                known = (call, found)
-            else:
-                self._pending = (call, found)
-        if known is None:
-            return 0, 0, 0
-        if not _ready(known[1]):
-            self._pending = self._pending or known
-            return 0, 0, 0
-        of_arguments, of_targets = (0 if each is None else each.read() for each in known[1])
-        return known[0], of_arguments, of_targets
-
-
-def _ready(found: list[Fingerprint | None]) -> bool:
-    return all(each is None or each.ready for each in found)
-
-
-class _Coming(NamedTuple):
-    """A number that is being copied from a device."""
-
-    number: torch.Tensor
-    event: torch.Event
-
-    @classmethod
-    def of(cls, total: torch.Tensor) -> _Coming:
-        number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
-        number.copy_(total, non_blocking=True)
-        event = torch.Event(total.device)
-        event.record(torch.accelerator.current_stream(total.device))
-        return cls(number, event)
+        if due(call - 1) and self._pending is None:
+            self._pending = (call, [None if each is None else Fingerprint(each) for each in data])
+        if self._pending is None or not all(x is None or x.ready for x in self._pending[1]):
+            return 0, *[0] * len(data)
+        (known, found), self._pending = self._pending, None
+        return known, *(0 if each is None else each.read() for each in found)
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,10 @@ from typing import TypeAlias
 
 from taktline.errors import StageError, TaktlineError, text_of
 from taktline.plan import Action
-from taktline.runtime.ports import PeerFailed
+
+
+class PeerFailed(Exception):
+    """The sender of a message has failed; it reports why at the end of the step."""
 
 
 @dataclass(frozen=True, slots=True)

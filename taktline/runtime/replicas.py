@@ -82,7 +82,7 @@ class Replicas:
         return error
 
     @property
-    def entangled(self) -> bool:
+    def in_company(self) -> bool:
         """Whether processes of other pipelines take part in the work of this rank's stages."""
         return bool(self._others)
 

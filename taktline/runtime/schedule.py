@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -21,13 +22,22 @@ from taktline.checks import (
 )
 from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
-from taktline.runtime.agreement import Call
-from taktline.runtime.losses import LossWeights, Wanted, by_rows, scales, warn_if_uneven
+from taktline.runtime.agreement import Record
+from taktline.runtime.losses import (
+    LateLoss,
+    LossWeights,
+    Wanted,
+    by_rows,
+    late_mean,
+    mean_of,
+    scales,
+    warn_if_uneven,
+)
 from taktline.runtime.microbatch import merge_chunks
 from taktline.runtime.runnable_plan import Limits
 from taktline.runtime.runner import Runner
 from taktline.runtime.step_data import Batch, Cutter, Feed
-from taktline.runtime.trace import Trace, tracing
+from taktline.runtime.trace import Trace, TraceRecorder, clock_for
 from taktline.stage import PipelineStage
 
 LossFn = Callable[..., torch.Tensor]
@@ -115,6 +125,8 @@ class Schedule:
 
         None unless every rank got the losses: see ``share_losses``.
         """
+        self._usual_loss: torch.Tensor | None = None
+        """A loss of the type and on the device of others."""
         self._runner = self._runner_type(
             name,
             make_plan,
@@ -132,7 +144,7 @@ class Schedule:
             if check_finite:
                 raise ScheduleError("a CUDA graph cannot check values: leave out check_finite")
             self._runner.capture()
-        self._runner.run_ahead.wanted = require_flag("run_ahead", run_ahead)
+        self._runner.runs_ahead = require_flag("run_ahead", run_ahead)
 
     @property
     def stall_after(self) -> float | None:
@@ -238,7 +250,8 @@ class Schedule:
         """
         return self._runner.accumulate()
 
-    def trace(self) -> AbstractContextManager[Trace]:
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
         """Record when each action runs, in every step and eval inside of the block, on every rank.
 
         All ranks enter and leave it together. On leaving, each rank has the timelines of all::
@@ -247,7 +260,16 @@ class Schedule:
                 schedule.step(x, target=target)
             print(trace.timeline.to_text())
         """
-        return tracing(self._runner)
+        runner = self._runner
+        if runner.recorder is not None:
+            raise ScheduleError("this schedule is being traced already; leave that block first")
+        trace, runner.recorder = Trace(), TraceRecorder(clock_for(runner.device))
+        recorder = runner.recorder
+        try:
+            yield trace
+        finally:
+            runner.recorder = None
+        recorder.fill(trace, runner.transport, runner.ranks)
 
     def _run(
         self,
@@ -260,40 +282,63 @@ class Schedule:
         trains: bool,
         finalizes: bool = True,
     ) -> Any:
-        def prepare(feed: Feed) -> tuple[Call, Any, Any]:
-            wanted.check()
-            if feed.trains and not torch.is_grad_enabled():
-                raise MismatchError(
-                    "step() trains, but under torch.no_grad() it cannot; call eval()"
-                )
-            feed.loss_keywords = loss_kwargs or {}
-            feed.number, feed.grad_scale = self.steps, grad_scale
-            feed.shares = wanted.shares
-            feed.wants_losses = wanted.shares or wanted.losses is not None
-            if wanted.outputs and self._has_last():
-                feed.outputs = {}
-            batch.cutter = self._cutter_for(batch)
-            call = self._measured(batch, feed)
-            if self._runner.run_ahead.wanted:
-                call = call._replace(whole=batch.whole())
-            return call, *batch.compared(self._compared)
-
-        def fit(feed: Feed) -> None:
-            # The rows come from the rank of the first stage.
-            batch.require_whole(feed.rows)
-            if self._compares():
-                feed.targets = batch.targets(feed.rows)
-            self._weigh(feed, loss_weights)
-
-        ways = {"trains": trains, "finalizes": finalizes}
-        output, feed = self._runner.run(prepare, fit, self._merged, **ways)
+        runner, record, data, error, output = self._runner, Record(), (None, None), None, None
+        with runner.call(trains=trains, finalizes=finalizes) as feed:
+            try:
+                runner.check()
+                wanted.check()
+                feed.loss_keywords = loss_kwargs or {}
+                feed.number, feed.grad_scale = self.steps, grad_scale
+                record, data = self._begin(feed, batch, wanted)
+            except Exception as raised:
+                error = raised
+            kind, failure = runner.agree(record, data, error), None
+            try:
+                self._fit(feed, batch, loss_weights)
+            except Exception as raised:
+                failure = runner.agreement.failure(raised)
+            failure = runner.compute(kind, failure)
+            if failure is None:
+                try:
+                    output = self._merged(feed)
+                except Exception as raised:
+                    failure = runner.agreement.failure(raised)
+            runner.conclude(failure)
         update_all(feed.observed)
         if feed.late is not None and wanted.lists:
             feed.late(feed)
         wanted.fill(feed)
-        self.loss = self._runner.run_ahead.mean_loss(feed) if wanted.shares else None
+        self.loss = self._mean_loss(feed) if wanted.shares else None
         feed.clear()
         return output
+
+    def _mean_loss(self, feed: Feed) -> torch.Tensor | None:
+        """The mean loss of a step; on a rank that does not know it yet, a LateLoss."""
+        if feed.late is not None and self._usual_loss is not None and not feed.losses:
+            return LateLoss.like(self._usual_loss, partial(late_mean, feed.late))
+        self._usual_loss = mean_of(feed.losses, feed.scales)
+        return self._usual_loss
+
+    def _begin(self, feed: Feed, batch: Batch, wanted: Wanted) -> tuple[Record, tuple[Any, Any]]:
+        """Cut the arguments; returns what the batch says of this call, and the compared data."""
+        if feed.trains and not torch.is_grad_enabled():
+            raise MismatchError("step() trains, but under torch.no_grad() it cannot; call eval()")
+        feed.shares = wanted.shares
+        feed.wants_losses = wanted.shares or wanted.losses is not None
+        if wanted.outputs and self._has_last():
+            feed.outputs = {}
+        batch.cutter = self._cutter_for(batch)
+        record = self._measured(batch, feed)
+        if self._runner.runs_ahead:
+            record = record._replace(whole=batch.whole())
+        return record, batch.compared(self._compared)
+
+    def _fit(self, feed: Feed, batch: Batch, loss_weights: LossWeights | None) -> None:
+        """Cut the target and weigh micro-batches, now that all ranks know the rows of the batch."""
+        batch.require_whole(feed.rows)
+        if self._compares():
+            feed.targets = batch.targets(feed.rows)
+        self._weigh(feed, loss_weights)
 
     def _cutter_for(self, batch: Batch) -> Cutter:
         """How a batch is cut; an error that it raises is raised on every rank."""
@@ -310,7 +355,7 @@ class Schedule:
                 f"{error}; pass return_outputs=False if you do not need them"
             ) from error
 
-    def _measured(self, batch: Batch, feed: Feed) -> Call:
+    def _measured(self, batch: Batch, feed: Feed) -> Record:
         """Cut the arguments; returns the rows of batch and target, and a digest of the inputs."""
         if not any(stage.is_first for stage in self._stages):
             batch = replace(batch, args=(), arg_mbs=None)  # keyword arguments are for all stages
@@ -324,7 +369,7 @@ class Schedule:
                 )
             size = batch.target_size()
             target = size if batch.cutter.target_spec is None else 0
-        return Call(batch=rows, target=target, inputs=batch.digest())
+        return Record(batch=rows, target=target, inputs=batch.digest())
 
     def _weigh(self, feed: Feed, loss_weights: LossWeights | None) -> None:
         """Set the weight of each micro-batch's loss."""

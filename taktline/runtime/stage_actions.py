@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -12,15 +11,13 @@ import torch
 from taktline import pytree
 from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten
-from taktline.plan import Plan
-from taktline.runtime.finite import require_finite, require_finite_loss
-from taktline.runtime.ports import In, Out, Signatures, Values
-from taktline.runtime.random_numbers import LOSS, Drawing, Seeded, seeded
-from taktline.runtime.step_data import Feed
-from taktline.sharding import is_sharded, root_gradient
+from taktline.runtime.ports import In, Out, Values
+from taktline.runtime.random_numbers import LOSS
+from taktline.runtime.step_data import Binding, Signatures
+from taktline.sharding import is_sharded, local, root_gradient
 from taktline.side_values import Aside, handed_on, opened, require_number
 from taktline.stage import PipelineStage
-from taktline.transport import Transport
+from taktline.stage.names import named_parameters
 
 OwnLosses: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
 """A stage's own losses, and their root gradients."""
@@ -35,31 +32,6 @@ _Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], Aside | None]
 """The values of a forward that its backward needs: root gradients of own losses, side values."""
 
 _NOT_KEPT: _Kept = ((), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """All that the program of a step is made from."""
-
-    plan: Plan
-    stages: Mapping[int, PipelineStage]
-    transport: Transport
-    feed: Feed
-    loss_fn: Callable[..., torch.Tensor] | None
-    seed: int | None
-    trains: bool
-    sends_may_wait: bool
-    """Whether the plan cannot deadlock where a send waits until its receive is posted."""
-    most_sends: int | None
-    """How many messages of a rank may be under way; None: any number."""
-    drawing: Drawing | None
-    """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
-    seeded: Seeded = seeded
-    """Sets the seed for a stage and micro-batch."""
-    check_finite: bool = False
-    """Whether to raise where a value is not finite."""
-    any_order: bool = False
-    """Whether forwards may run in any order: none changes what another one reads."""
 
 
 class Work:
@@ -203,9 +175,9 @@ class Work:
         values = [skip.value for skip in aside.skips.values() if skip.stage == self._index]
         if self._activations_out is not None or self._feed.targets is None:
             values.append(output)  # otherwise its loss is checked
-        require_finite("the output", values, self._stage, given)
+        _require_finite("the output", values, self._stage, given)
         for loss in aside.losses:
-            require_finite_loss(loss, self._stage, given)
+            _require_finite_loss(loss, self._stage, given)
 
     def _handed_on(self, output: Any, aside: Aside) -> Values:
         """The values for the next stage: the output, and skips that later stages get."""
@@ -230,7 +202,7 @@ class Work:
         scale = feed.scale if feed.scales is None else feed.scales[microbatch]
         if self._check_finite and scale:
             target = feed.targets[microbatch]
-            require_finite_loss(loss, self._stage, (output, target))
+            _require_finite_loss(loss, self._stage, (output, target))
         if feed.wants_losses:
             feed.losses[microbatch] = _value(loss)
         if not self._trains:
@@ -335,3 +307,47 @@ def _check(expected: Signature | None, arguments: Sequence[Any], name: str, give
     if difference:
         text = f"{difference}; {given} of this stage is {expected}"
         raise expected.misfit(flatten(arguments)[0], text)
+
+
+def _require_finite(what: str, value: Any, stage: PipelineStage, given: Any) -> None:
+    """Raise if a value of a stage is not finite; the program adds the stage and the micro-batch.
+
+    Tensors without a gradient may be infinite, as masks are.
+    """
+    for tensor in _numbers(value):
+        if text := _fault(tensor, infinite=not tensor.requires_grad):
+            raise FloatingPointError(f"{what} has {text}; {_cause(stage, given)}")
+
+
+def _require_finite_loss(loss: torch.Tensor, stage: PipelineStage, given: Any) -> None:
+    """Raise if a loss of a stage is not finite."""
+    if text := _fault(loss):
+        raise FloatingPointError(f"the loss has {text}; {_cause(stage, given)}")
+
+
+def _cause(stage: PipelineStage, given: Any) -> str:
+    """Where a value that is not finite may come from, in words."""
+    for name, parameter in named_parameters(stage.submod).items():
+        if text := _fault(parameter):
+            return f"parameter {name} has {text}, from before this step: load a checkpoint"
+    for tensor in _numbers(given):
+        if text := _fault(tensor, infinite=not stage.is_first):
+            return f"what it was computed from has {text}: look at the batch"
+    return "the parameters of the stage, and what it was given, are finite"
+
+
+def _numbers(value: Any) -> list[torch.Tensor]:
+    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+
+
+def _fault(tensor: torch.Tensor, *, infinite: bool = False) -> str:
+    """What is wrong with a tensor, in words; waits for a GPU."""
+    numbers = local(tensor.detach())
+    if numbers.dtype.itemsize == 1:
+        numbers = numbers.float()  # 8-bit floats have few operations
+    wrong = torch.isnan(numbers) if infinite else ~torch.isfinite(numbers)
+    if not bool(wrong.any()):
+        return ""
+    kind = "nan" if bool(torch.isnan(numbers).any()) else "inf"
+    return f"{kind} ({int(wrong.sum()):,} of {numbers.numel():,} numbers)"

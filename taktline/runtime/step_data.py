@@ -1,4 +1,7 @@
-"""The data of one step: the batch that comes in, its micro-batches, outputs and losses."""
+"""The data of one step: the batch that comes in, its micro-batches, outputs and losses.
+
+And all that its program is made from.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,21 @@ import torch
 
 from taktline import pytree
 from taktline.errors import BatchError
+from taktline.meta import Signature, flatten
+from taktline.plan import Plan
 from taktline.runtime.fingerprint import digest_of, words_of
-from taktline.runtime.leaves import bounds
 from taktline.runtime.microbatch import (
     batch_size_of,
+    bounds,
     size_of,
     split_args_kwargs_into_chunks,
     split_value,
 )
+from taktline.runtime.random_numbers import Drawing, Seeded, seeded
+from taktline.side_values import handed_on, opened
+from taktline.stage import PipelineStage
 from taktline.text import counted
+from taktline.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +217,55 @@ class Feed:
     def clear(self) -> None:
         """Reset every field."""
         self.__init__()
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """All that the program of a step is made from."""
+
+    plan: Plan
+    stages: Mapping[int, PipelineStage]
+    transport: Transport
+    feed: Feed
+    loss_fn: Callable[..., torch.Tensor] | None
+    seed: int | None
+    trains: bool
+    sends_may_wait: bool
+    """Whether the plan cannot deadlock where a send waits until its receive is posted."""
+    most_sends: int | None
+    """How many messages of a rank may be under way; None: any number."""
+    drawing: Drawing | None
+    """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
+    seeded: Seeded = seeded
+    """Sets the seed for a stage and micro-batch."""
+    check_finite: bool = False
+    """Whether to raise where a value is not finite."""
+    any_order: bool = False
+    """Whether forwards may run in any order: none changes what another one reads."""
+
+
+@dataclass(slots=True)
+class Signatures:
+    """The values that cross this rank's boundaries: for each stage, a signature per micro-batch."""
+
+    arriving: dict[int, list[Signature]] = field(default_factory=dict)
+    leaving: dict[int, list[Signature]] = field(default_factory=dict)
+    routes: Mapping[str, int] = field(default_factory=dict)
+    """The last stage that gets each skip."""
+
+    def along(self, routes: Mapping[str, int]) -> Signatures:
+        """The same signatures with skips that end at their route, and not at the last stage."""
+        return Signatures(
+            {s: [_without(x, routes, s - 1) for x in table] for s, table in self.arriving.items()},
+            {s: [_without(x, routes, s) for x in table] for s, table in self.leaving.items()},
+            routes,
+        )
+
+
+def _without(signature: Signature, routes: Mapping[str, int], stage: int) -> Signature:
+    """The signature of a stage's output, without skips that no later stage gets."""
+    if signature.spec is None:
+        return signature
+    arguments, skips = opened(pytree.tree_unflatten(signature.leaves, signature.spec))
+    leaves, spec = flatten(handed_on(arguments, skips, routes, stage))
+    return Signature(tuple(leaves), spec)

@@ -146,8 +146,8 @@ class Ties:
         return bool(self._holders)
 
     @property
-    def apart(self) -> list[nn.Parameter]:
-        """The parameters whose earlier gradients are kept aside while a step is running."""
+    def fresh(self) -> list[nn.Parameter]:
+        """The parameters whose gradients begin anew in the running step; earlier ones are kept."""
         return list(self._before or ())
 
     def check(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.autograd import profiler
 from torch.profiler import record_function
 
@@ -17,17 +19,15 @@ from taktline.plan import Action, Costs, Plan, Straggler, Timeline, stragglers
 from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, Rows
 from taktline.runtime.bind import Bound
-from taktline.runtime.clocks import Clock, Offsets, align, clock_for
 from taktline.runtime.program import Instruction, Wrap
 from taktline.text import counted
 from taktline.transport import Transport
 
-if TYPE_CHECKING:
-    from taktline.runtime.runner import Runner
-
 _MS = 1e6
 """Nanoseconds."""
 _Times: TypeAlias = npt.NDArray[np.int64]
+_ROUNDS = 8
+"""How often the ranks compare their clocks; the best rounds count."""
 
 
 class Trace:
@@ -80,8 +80,105 @@ class Trace:
         return self.timeline._repr_svg_() if self.timelines else None
 
 
+class HostClock:
+    """The clock of this process."""
+
+    error = 0
+    """By how many nanoseconds a time may be wrong at most."""
+    stamp = staticmethod(time.perf_counter_ns)
+    """A cheap mark of this moment, to be read later."""
+
+    def read(self, stamps: Sequence[int]) -> list[int]:
+        """Stamps as nanoseconds of this process."""
+        return list(stamps)
+
+
+class CudaClock:
+    """The clock of a GPU: a stamp marks when its current stream gets there.
+
+    Both clocks are compared at the beginning and when stamps are read, on an idle GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.error = 0
+        self._device = device
+        self._first = self._compared()
+
+    def stamp(self) -> torch.cuda.Event:
+        """An event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def read(self, stamps: Sequence[torch.cuda.Event]) -> list[int]:
+        """Wait for the GPU; returns stamps as nanoseconds of this process."""
+        (first, began), (last, ended) = self._first, self._compared()
+        # Nanoseconds of this process in a millisecond of the GPU: the two quartzes differ a little.
+        pace = (ended - began) / max(first.elapsed_time(last), 1e-6)
+        if not stamps:
+            return []
+        # From the first stamp on: elapsed_time has seven digits only.
+        base = began + pace * first.elapsed_time(stamps[0])
+        return [round(base + pace * stamps[0].elapsed_time(stamp)) for stamp in stamps]
+
+    def _compared(self) -> tuple[torch.cuda.Event, int]:
+        """An event, and its time on the clock of this process."""
+        torch.cuda.synchronize(self._device)
+        before = time.perf_counter_ns()
+        event = self.stamp()
+        event.synchronize()
+        after = time.perf_counter_ns()
+        self.error = max(self.error, (after - before) // 2)
+        return event, (before + after) // 2
+
+
+Clock: TypeAlias = HostClock | CudaClock
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """How far the clock of each rank is ahead of that of rank 0, in nanoseconds."""
+
+    ahead: Sequence[int]
+    error: int
+    """By how many nanoseconds one of them may be wrong at most."""
+
+
+def align(transport: Transport) -> Offsets:
+    """Compare the clocks of all ranks, which all take part.
+
+    No rank leaves an exchange before all have entered it. So each round bounds how far the clock of
+    a rank is ahead, from below (it entered before rank 0 left) and from above::
+
+        rank 0   ├── enters ─────── leaves ──┤
+        rank r       ├── enters ─────── leaves ──┤
+
+    Two clocks count as one, as on one machine, unless a round contradicts that.
+    """
+    times: list[int] = []
+    for _ in range(_ROUNDS):
+        times.append(time.perf_counter_ns())
+        transport.exchange([0], "the clocks of a trace")
+        times.append(time.perf_counter_ns())
+    all_ranks = transport.exchange(times, "the clocks of a trace")
+    enters, leaves = [[row[at::2] for row in all_ranks] for at in (0, 1)]
+    ahead, error = [], 0
+    for entered, left in zip(enters, leaves, strict=True):
+        least = max(mine - zero for mine, zero in zip(entered, leaves[0], strict=True))
+        most = min(mine - zero for mine, zero in zip(left, enters[0], strict=True))
+        one = least <= 0 <= most
+        ahead.append(0 if one else (least + most) // 2)
+        error = max(error, 0 if one else (most - least) // 2)
+    return Offsets(ahead, error)
+
+
 @dataclass(slots=True)
-class _Record:
+class _StepTimes:
     """The recorded actions of one step on this rank."""
 
     plan: Plan
@@ -91,20 +188,20 @@ class _Record:
     """Three of each action: when it began, when its values had arrived, and when it ended."""
 
 
-class Recorder:
+class TraceRecorder:
     """Records the steps of this rank while there is a trace."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.records: list[_Record] = []
+        self.records: list[_StepTimes] = []
         """The steps that have worked on every rank."""
-        self._latest: _Record | None = None
+        self._latest: _StepTimes | None = None
         self._arrived: Any = None
 
     @contextmanager
     def watch(self, bound: Bound, transport: Transport, profiled: bool) -> Iterator[Wrap]:
         """Record a step; all ranks take part."""
-        record = self._latest = _Record(bound.plan, align(transport))
+        record = self._latest = _StepTimes(bound.plan, align(transport))
         with ExitStack() as stack:
             for work in bound.works.values():
                 stack.enter_context(work.noting(self._note))
@@ -118,11 +215,19 @@ class Recorder:
             self.records.append(self._latest)
             self._latest = None
 
+    def fill(self, trace: Trace, transport: Transport, ranks: range) -> None:
+        """Gather the kept steps of all ranks, which all take part."""
+        for record in self.records:
+            timeline, error = _gather(record, self, transport, ranks)
+            trace.timelines.append(timeline)
+            # The errors of two clocks add up.
+            trace.clock_error = max(trace.clock_error, 2 * error / _MS)
+
     def _note(self) -> None:
         self._arrived = self.clock.stamp()
 
     def _recorded(
-        self, record: _Record, action: Action, run: Callable[[], None]
+        self, record: _StepTimes, action: Action, run: Callable[[], None]
     ) -> Callable[[], None]:
         stamp, keep = self.clock.stamp, record.stamps.extend
         record.actions.append(action)
@@ -138,7 +243,7 @@ class Recorder:
 
 
 def watching(
-    recorder: Recorder | None, bound: Bound, transport: Transport
+    recorder: TraceRecorder | None, bound: Bound, transport: Transport
 ) -> AbstractContextManager[Wrap | None]:
     """The wrapper for the instructions of a step: None without a trace and a profiler."""
     # Read once a step: the flag changes when a profiler starts and stops.
@@ -159,26 +264,8 @@ def _named(instruction: Instruction) -> Callable[[], None]:
     return named
 
 
-@contextmanager
-def tracing(runner: Runner) -> Iterator[Trace]:
-    """Record every step inside; on leaving without an error, gather the records of all ranks."""
-    if runner.recorder is not None:
-        raise ScheduleError("this schedule is being traced already; leave that block first")
-    trace, recorder = Trace(), Recorder(clock_for(runner.device))
-    runner.recorder = recorder
-    try:
-        yield trace
-    finally:
-        runner.recorder = None
-    for record in recorder.records:
-        timeline, error = _gather(record, recorder, runner.transport, runner.ranks)
-        trace.timelines.append(timeline)
-        # The errors of two clocks add up.
-        trace.clock_error = max(trace.clock_error, 2 * error / _MS)
-
-
 def _gather(
-    record: _Record, recorder: Recorder, transport: Transport, ranks: range
+    record: _StepTimes, recorder: TraceRecorder, transport: Transport, ranks: range
 ) -> tuple[Timeline, int]:
     """The timeline of one step, and the error of its clocks; all ranks take part."""
     plan = _apart(record.plan)

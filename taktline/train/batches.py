@@ -21,8 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from taktline.errors import BatchError, LossError
-from taktline.runtime.leaves import describe
-from taktline.runtime.microbatch import Replicate, TensorChunkSpec
+from taktline.runtime.microbatch import Replicate, TensorChunkSpec, describe
 from taktline.runtime.step_data import Batch, Cutter
 from taktline.split.arguments import arguments_of
 

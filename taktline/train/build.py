@@ -18,6 +18,7 @@ from taktline.checks import conform
 from taktline.errors import MismatchError, TaktlineError
 from taktline.plan import Plan
 from taktline.runtime import ScheduleFromPlan
+from taktline.runtime.introduction import BUILDING, Compared, together
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.arguments import Call
@@ -40,7 +41,6 @@ from taktline.train.model_stages import (
     wrapped,
 )
 from taktline.train.ranks import Ranks, find_ranks
-from taktline.train.same_pipeline import BUILDING, Compared, together
 from taktline.train.stage_table import StageTable
 
 Prepare: TypeAlias = Callable[[nn.Module, int], nn.Module]

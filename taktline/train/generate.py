@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from taktline.checks import refuse, require_instance, require_whole
 from taktline.errors import ArgumentError, TaktlineError, UseError
 from taktline.runtime.fingerprint import digest_of
-from taktline.runtime.leaves import describe
+from taktline.runtime.microbatch import describe
 from taktline.split.recorded_stage import model_of
 from taktline.stage.names import unwrapped
 from taktline.text import by_rank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taktline.meta import Signature
-from taktline.runtime import agreement
-from taktline.runtime.agreement import Call, out_of_step
-from taktline.runtime.handshake import Handshake, examples, misfit
+from taktline.runtime.agreement import WHICH_STEP, Record, difference, other_kind
+from taktline.runtime.introduction import INTRODUCTION, examples, introduced, misfit
+from taktline.transport.exchange import share_values
+from taktline.transport.one_rank import Alone
 
 OF_ONE_BATCH = (
     "pass arguments and target of one batch, with as many entries for each row, or say with "
     "target_chunk_spec=… how the target is cut by itself"
+)
+
+ONE_BATCH = (
+    "inputs would meet the targets of other samples. Pass every rank of a pipeline the same batch: "
+    "draw it from a generator of its own, or read it on one rank and hand it on with "
+    "pipe.loader(…)"
 )
 
 LOOP = [0, 1, 2, 3, 0, 1, 2, 3]
@@ -29,18 +36,38 @@ HELD = [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 def introductions(
     held: Sequence[list[int]] = HELD, rank_of: list[int] = LOOP, **differing: Sequence[Any]
-) -> list[Handshake]:
+) -> list[SimpleNamespace]:
     """The ranks that hold these stages, each with its own value of some fields."""
-    alike = Handshake("1F1B", 8, len(rank_of), [], rank_of, "0123456789abcdef", True, False)
+    alike = ALIKE | {"num_stages": len(rank_of), "rank_of": rank_of}
     return [
-        replace(alike, stages=stages, **{field: of[rank] for field, of in differing.items()})
+        introduced(
+            alike | {"stages": stages} | {field: of[rank] for field, of in differing.items()}
+        )
         for rank, stages in enumerate(held)
     ]
 
 
+ALIKE: dict[str, Any] = {
+    "schedule": "1F1B",
+    "microbatches": 8,
+    "plan": "0123456789abcdef",
+    "trains": True,
+    "dynamic_shapes": False,
+    "run_ahead": False,
+    "shards": False,
+    "reduces": False,
+    "in_company": False,
+    "takes": [],
+    "gives": [],
+    "ties": [],
+    "model": 0,
+    "number": 1,
+}
+
+
 def test_an_introduction_survives_as_text() -> None:
-    mine = Handshake("plan 'größer'", 8, 2, [1], [0, 1], "0123456789abcdef", False, True)
-    assert Handshake.from_text(mine.to_text()) == mine
+    mine = ALIKE | {"schedule": "plan 'größer'", "num_stages": 2, "stages": [1], "rank_of": [0, 1]}
+    assert share_values(Alone(), mine, INTRODUCTION, "a test", what="it") == [mine]
 
 
 @pytest.mark.parametrize(
@@ -63,8 +90,8 @@ def test_examples_that_do_not_fit_together() -> None:
     def example(*shape: int, dtype: torch.dtype = torch.float32) -> Signature:
         return Signature.of([torch.zeros(shape, dtype=dtype)])
 
-    gives = [examples({0: example(4, 8)}), {}, examples({2: example(4, 8)}), {}]
-    fits = [{}, examples({1: example(9, 8)}), {}, examples({3: example(4, 8)})]
+    gives = [examples({0: example(4, 8)}), [], examples({2: example(4, 8)}), []]
+    fits = [[], examples({1: example(9, 8)}), [], examples({3: example(4, 8)})]
     assert misfit(introductions(gives=gives, takes=fits)) is None
     half = examples({3: example(4, 8, dtype=torch.float16)})
     assert misfit(introductions(gives=gives, takes=[*fits[:3], half])) == (
@@ -215,7 +242,7 @@ def test_only_the_stages_of_the_plan_fit(order: list[int], cut: int) -> None:
     )
 
 
-CALL = Call(
+CALL = Record(
     failed=0,
     schedule=1,
     waiting=0,
@@ -231,7 +258,7 @@ CALL = Call(
 )
 
 
-def calls(**differing: Sequence[int]) -> list[Call]:
+def calls(**differing: Sequence[int]) -> list[Record]:
     """Calls of as many ranks as there are values, each with its own."""
     count = len(next(iter(differing.values())))
     return [
@@ -275,15 +302,15 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
     [
         (
             {"schedule": [1, 2, 0], "call": [1, 4, 2]},
-            "the ranks step different schedules: number 1 on rank 0; number 2 on rank 1; a new "
-            "one on rank 2, counted by their first steps; step the same schedules in the same "
+            "the ranks step different schedules, counted by their first steps: number 1 on rank "
+            "0; number 2 on rank 1; a new one on rank 2; step the same schedules in the same "
             "order on every rank",
         ),
         (
             {"schedule": [0, 0], "waiting": [2, 2], "place": [0, 1]},
-            "the ranks begin with different schedules: number 1 of 2 on rank 0; number 2 of 2 on "
-            "rank 1 that were made and not stepped yet; make and step the schedules in the same "
-            "order on every rank",
+            "the ranks begin with different schedules of those made and not stepped yet: number 1 "
+            "on rank 0; number 2 on rank 1; make and step the schedules in the same order on "
+            "every rank",
         ),
         (
             {"call": [4, 3]},
@@ -297,18 +324,14 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
             "1, 2; set steps on every rank when you resume",
         ),
         (
-            {"compared": [7, 7, 7], "arguments": [0, 11, 12]},
-            "the ranks were given different arguments: those of rank 2 are not those of rank 1, "
-            "so inputs would meet the targets of other samples. Pass every rank of a pipeline the "
-            "same batch: draw it from a generator of its own, or read it on one rank and hand it "
-            "on with pipe.loader(…)",
+            {"compared": [7, 7, 7], "arguments": [0, 11 << 56, 12 << 56]},
+            "the ranks were given different arguments in call 7: digest 0b000000 on rank 1; "
+            f"digest 0c000000 on rank 2; {ONE_BATCH}",
         ),
         (
-            {"compared": [6, 6], "arguments": [11, 11], "targets": [12, 13]},
-            "the ranks were given different targets in call 6 (this is call 7): those of rank 1 "
-            "are not those of rank 0, so inputs would meet the targets of other samples. Pass "
-            "every rank of a pipeline the same batch: draw it from a generator of its own, or "
-            "read it on one rank and hand it on with pipe.loader(…)",
+            {"compared": [6, 6, 5], "arguments": [11, 11, 11], "targets": [12 << 56, 13 << 56, 1]},
+            "the ranks were given different targets in call 6: digest 0c000000 on rank 0; digest "
+            f"0d000000 on rank 1; {ONE_BATCH}",
         ),
         (
             {"shares": [1, 0]},
@@ -322,8 +345,8 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
         ),
         (
             {"batch": [8, 0, 6, 8]},
-            "the batch has different sizes: 8 on rank 0, 6 on rank 2, 8 on rank 3; pass every "
-            "rank its part of one batch",
+            "the batch has different sizes: 8 on rank 0, 3; 6 on rank 2; pass every rank its part "
+            "of one batch",
         ),
         (
             {"batch": [8, 0, 0, 0], "target": [0, 0, 0, 6]},
@@ -354,8 +377,8 @@ def test_calls_that_are_not_one_step(differing: dict[str, list[int]], text: str)
     assert mismatch(calls(**differing)) == text
 
 
-def mismatch(calls: Sequence[Call]) -> str | None:
-    return out_of_step(calls) or agreement.mismatch(calls)
+def mismatch(calls: Sequence[Record]) -> str | None:
+    return difference(WHICH_STEP, calls) or other_kind(calls)
 
 
 def test_the_first_thing_that_keeps_calls_apart_is_told() -> None:

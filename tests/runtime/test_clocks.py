@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from taktline.runtime.clocks import align
+from taktline.runtime.trace import align
 from taktline.transport import local, transport_of
 from taktline.transport.base import Channel, Post
 

@@ -43,7 +43,7 @@ Point = namedtuple("Point", ["x", "y"])
 
 
 def of(*values: Any) -> int:
-    number = Fingerprint.start(values).read()
+    number = Fingerprint(values).read()
     assert 0 < number < 2**63, "0 is free to say that there is none"
     return number
 
@@ -184,7 +184,7 @@ def test_in_any_mode() -> None:
 
 def fingerprint_and_hash(rank: int, group: Any) -> tuple[int, int]:
     values = {"x": torch.arange(9999), "y": ["a", None, 2.5, len]}
-    return Fingerprint.start(values).read(), hash("a")
+    return Fingerprint(values).read(), hash("a")
 
 
 @pytest.mark.processes
@@ -215,19 +215,19 @@ def test_of_a_tensor_in_shards_that_of_this_rank(workers: Workers) -> None:
 def test_on_a_gpu_without_waiting() -> None:
     cpu = {"x": torch.randn(100, 100), "y": torch.arange(7), "z": 3}
     gpu = {"x": cpu["x"].cuda(), "y": cpu["y"].cuda(), "z": 3}
-    Fingerprint.start(gpu).read()  # the constants are copied to the device once
+    Fingerprint(gpu).read()  # the constants are copied to the device once
     torch.cuda.set_sync_debug_mode("error")
     try:
-        started = Fingerprint.start(gpu)
+        started = Fingerprint(gpu)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert started.ready
-    assert started.read() == Fingerprint.start(cpu).read()
+    assert started.read() == Fingerprint(cpu).read()
 
 
 def test_ready_at_once_on_the_cpu() -> None:
-    assert Fingerprint.start(torch.ones(3)).ready
+    assert Fingerprint(torch.ones(3)).ready
 
 
 def test_when_to_look() -> None:

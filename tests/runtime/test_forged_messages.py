@@ -14,7 +14,7 @@ from torch import nn
 
 import taktline as tl
 from taktline.errors import SignatureError, TransportError
-from taktline.runtime import self_describing
+from taktline.runtime import ports
 from taktline.transport import containers
 from tests.workers import Workers
 
@@ -40,7 +40,7 @@ def forge(rank: int, group: Any, name: str, forged: Any) -> tuple[str, int]:
     error = ""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(self_describing, name, forged)
+            patch.setattr(ports, name, forged)
         try:
             run(schedule)
         except tl.StageError as raised:
@@ -95,7 +95,7 @@ def test_a_forged_description(workers: Workers, text: str, reason: str, tmp_path
     assert not target.exists()
 
 
-def inbox(*messages: bytes) -> self_describing.Inbox:
+def inbox(*messages: bytes) -> ports.Inbox:
     """What receives these messages."""
     left = list(messages)
 
@@ -108,7 +108,7 @@ def inbox(*messages: bytes) -> self_describing.Inbox:
         buffer.copy_(torch.frombuffer(bytearray(left.pop(0)), dtype=torch.uint8))
         return Done()
 
-    return self_describing.Inbox(post, [(1, 0)], CPU)
+    return ports.Inbox(post, [(1, 0)], CPU)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ def inbox(*messages: bytes) -> self_describing.Inbox:
     [
         [0, 0, 0],
         [1, 0, 0],
-        [self_describing._DONE, -1, 0],
-        [self_describing._DONE, 2**62, 0],
-        [self_describing._DONE, 4, -1],
-        [self_describing._DONE, 4, 2**55],
-        [self_describing._FAILED, 0, -1],
+        [ports._DONE, -1, 0],
+        [ports._DONE, 2**62, 0],
+        [ports._DONE, 4, -1],
+        [ports._DONE, 4, 2**55],
+        [ports._FAILED, 0, -1],
     ],
     ids=str,
 )
@@ -135,7 +135,7 @@ def test_an_invalid_head_of_a_message(numbers: list[int]) -> None:
 
 
 def test_a_message_is_fetched_whole_before_it_is_read() -> None:
-    head = struct.pack("<3q", self_describing._DONE, 3, 48) + b"{}}"
+    head = struct.pack("<3q", ports._DONE, 3, 48) + b"{}}"
     box = inbox(head.ljust(512, b"\0"), bytes(48))
     assert isinstance(box.take((1, 0)), SignatureError)
     assert box.received == 1

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from taktline.meta import TensorMeta
-from taktline.runtime.ports import Outgoing, Sends
-from taktline.runtime.self_describing import DescribedOutgoing
+from taktline.runtime.ports import DescribedOutgoing, Outgoing, Sends
 from taktline.transport.wire import Layout
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import taktline as tl
-from taktline.runtime.run_ahead import LateLoss
+from taktline.runtime.losses import LateLoss
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes

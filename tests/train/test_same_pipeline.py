@@ -126,10 +126,8 @@ EXPECTED = {
     "buffer": "rank 0 has no buffer scale, which is float32[3] on rank 1",
     "activation": "module act is Tanh() on rank 0, but ReLU() on rank 1",
     "dropout": "is Dropout(p=0.1, inplace=False) on rank 0, but Dropout(p=0.2, inplace=False) on",
-    "on none": "layers.2.weight is in stage 1 on rank 0, but in stage 0 on rank 1, so that it "
-    "would be on no rank",
-    "on two": "layers.2.weight is in stage 0 on rank 0, but in stage 1 on rank 1, so that it "
-    "would be on ranks 0, 1",
+    "on none": "layers.2.weight is in stage 1 on rank 0, but in stage 0 on rank 1",
+    "on two": "layers.2.weight is in stage 0 on rank 0, but in stage 1 on rank 1",
     "schedule": "option schedule is gpipe on rank 0, but 1f1b on rank 1",
     "microbatches": "option microbatches is 2 on rank 0, but 4 on rank 1",
     "seed": "option seed is 1 on rank 0, but 2 on rank 1",
@@ -141,8 +139,7 @@ EXPECTED = {
     "meta": "layers.0.weight is float32[8, 8], trained on rank 0, but float32[6, 6], trained",
     "list": "rank 1 has no parameter 1.weight of stage 0, which is float32[8, 8], trained on rank",
     "longer list": "rank 0 has no parameter 2.weight of stage 1",
-    "traced": "layers.2.weight is in stage 1 on rank 0, but in stage 0 on rank 1, so that it "
-    "would be on no rank",
+    "traced": "layers.2.weight is in stage 1 on rank 0, but in stage 0 on rank 1",
     "dict": "the ranks do not build the same pipeline",
     "missing stage": "the plan puts stages [1] here, but [1] are not among those passed: [0]",
     "cuts of a dict": "layers.2.weight is in stage 1 on rank 0, but in stage 0 on rank 1",
@@ -203,7 +200,7 @@ def by_stages(rank: int, group: Any, way: str) -> str:
             "width",
             "layers.0.weight is float32[8, 8], trained on rank 0, but float32[6, 6], trained",
         ),
-        ("cuts", "layers.2.weight is in stage 1 on rank 0, but in stage 0 on rank 1, so that it"),
+        ("cuts", "layers.2.weight is in stage 1 on rank 0, but in stage 0 on rank 1"),
     ],
 )
 def test_stages_of_different_models(workers: Workers, way: str, text: str) -> None:

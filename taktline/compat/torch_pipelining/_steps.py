@@ -35,10 +35,9 @@ from taktline.errors import (
 from taktline.pytree import tree_map_only
 from taktline.runtime.bind import Bound
 from taktline.runtime.losses import warn_if_uneven
-from taktline.runtime.ports import Signatures
 from taktline.runtime.runner import Runner
 from taktline.runtime.schedule import Schedule
-from taktline.runtime.step_data import Batch, Cutter, Feed
+from taktline.runtime.step_data import Batch, Cutter, Feed, Signatures
 from taktline.transport import transport_of
 from taktline.transport.exchange import exchange_or_raise
 
@@ -199,7 +198,7 @@ class _Runner(Runner):
         # For each step, as any method may have been overridden.
         binding = self._binding(trains)
         program = CallProgram(self.calls, binding.plan.placement.rank_of)
-        return Bound(program, {}, Signatures, binding, known)
+        return Bound(program, {}, None, binding, known)
 
     def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
         """Remember a program, unless it is made of calls; once signatures are known, set them."""

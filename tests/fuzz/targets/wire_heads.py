@@ -7,7 +7,7 @@ from random import Random
 
 import torch
 
-from taktline.runtime import self_describing
+from taktline.runtime import ports
 from taktline.transport import frames
 from taktline.transport.frames import Frame, framed
 
@@ -17,9 +17,7 @@ NUMBERS = [0, 1, -1, 3, 47, 48, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, -(2**63)]
 def draw(random: Random) -> tuple[str, bytes]:
     """What the bytes are meant to be, and the bytes."""
     if random.random() < 0.5:
-        status = random.choice(
-            [self_describing._DONE, self_describing._DONE, self_describing._FAILED, 0]
-        )
+        status = random.choice([ports._DONE, ports._DONE, ports._FAILED, 0])
         head = [status, *(random.choice(NUMBERS) for _ in range(2))]
         return "head", (struct.pack("<3q", *head) + random.randbytes(80)).ljust(512, b"\0")
     data = framed([random.choice(NUMBERS) for _ in range(random.randrange(6))], "step()")
@@ -53,5 +51,5 @@ def try_(input: tuple[str, bytes]) -> None:
             buffer.copy_(torch.frombuffer(bytearray(left.pop()), dtype=torch.uint8))
         return _Done()
 
-    inbox = self_describing.Inbox(post, [(1, 0)], torch.device("cpu"))
+    inbox = ports.Inbox(post, [(1, 0)], torch.device("cpu"))
     inbox.take((1, 0))

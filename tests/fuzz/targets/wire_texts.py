@@ -11,8 +11,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 import taktline as tl
+from taktline.checks import read
 from taktline.meta import Signature, flatten
-from taktline.runtime.handshake import Handshake, misfit
+from taktline.runtime.introduction import INTRODUCTION, introduced, misfit
 from taktline.transport import exchange
 from taktline.transport.describe import decode, encode
 from tests.fuzz.mutate import spoil_bytes, spoil_json, spoil_text
@@ -31,9 +32,21 @@ VALUES: list[Any] = [
     [defaultdict(list, {"a": [torch.zeros(3)]}), deque([1, 2], maxlen=3), torch.Size([1, 2])],
     [torch.zeros(3, 2).max(0), {1: 2, None: 3, 1.5: 4, (1, "a"): 5}],
 ]
-INTRODUCTION = Handshake(
-    "1F1B", 4, 2, [0], [0, 1], "0123456789abcdef", True, False, takes=[(0, "[[7], null]")]
-)
+SAID: dict[str, Any] = {
+    "schedule": "1F1B",
+    "microbatches": 4,
+    "num_stages": 2,
+    "stages": [0],
+    "rank_of": [0, 1],
+    "plan": "0123456789abcdef",
+    **dict.fromkeys(("trains", "dynamic_shapes", "run_ahead", "shards", "reduces"), False),
+    "in_company": False,
+    "takes": [(0, "[[7], null]")],
+    "gives": [],
+    "ties": [],
+    "model": 0,
+    "number": 1,
+}
 
 
 def draw(random: Random) -> tuple[str, bytes]:
@@ -42,7 +55,7 @@ def draw(random: Random) -> tuple[str, bytes]:
     if kind == "values":
         text = encode(Signature.of(*flatten(random.choice(VALUES)))).decode()
     elif kind == "introduction":
-        text = INTRODUCTION.to_text()
+        text = json.dumps(SAID)
     else:
         error = tl.StageError(rank=1, stage=2, microbatch=0, action="2F0", reason="no")
         text = json.dumps([type(error).__name__, str(error), vars(error)])
@@ -66,6 +79,7 @@ def try_(input: tuple[str, bytes]) -> None:
         if signature.spec is not None:
             pytree.tree_unflatten([None] * len(signature.leaves), signature.spec)
     elif kind == "introduction":
-        misfit([Handshake.from_text(text.decode("utf-8", "replace")), INTRODUCTION])
+        said = read(text.decode("utf-8", "replace"), INTRODUCTION, what="an introduction")
+        misfit([introduced(said), introduced(SAID)])
     else:
         str(exchange.restored(text.decode("utf-8", "replace"), 1))
