@@ -234,7 +234,7 @@ class Links:
     def _try(self, process: int) -> None:
         """Call a process, or see whether it lives."""
         now = self._network.now()
-        if not self._addresses[process][1]:  # it has ended, see early_end
+        if not self._addresses[process][1]:  # it has ended, see leave_word
             # Before any that has left since, perhaps because of this one.
             self._refused.setdefault(process, now - _REFUSED_SECONDS / 2)
             del self._addresses[process]  # perhaps that of an earlier process

@@ -182,7 +182,7 @@ class Values:
             left = [
                 at
                 for (who, where), at in self._left.items()
-                if who == process and _is_in(place, where)
+                if who == process and is_in(place, where)
             ]
             if not self._is_new(process, place, number) or max(left, default=0) > number:
                 return False
@@ -203,7 +203,7 @@ class Values:
         """Forget the values of a process at a place, and at those inside of it."""
         with self._changed:
             for place, values in self._told.items():
-                if _is_in(place, left):
+                if is_in(place, left):
                     values.pop(process, None)
 
     def _is_new(self, process: int, place: str, number: int) -> bool:
@@ -243,6 +243,6 @@ class Values:
             return found
 
 
-def _is_in(place: str, other: str) -> bool:
+def is_in(place: str, other: str) -> bool:
     """Whether a place is another one, or inside of it."""
     return f"{place}/".startswith(f"{other}/")

@@ -1,16 +1,11 @@
 """The control plane: messages between processes that never wait for data.
 
-A process has a socket to each of its neighbours (see control_links), and a thread that serves these
-sockets. The store is asked for addresses only while the processes meet: later its host may be the
-one that is gone.
+A process has a socket to each of its neighbours, and a thread that serves these sockets. The store
+is asked for addresses only while the processes meet: later its host may be the one that is gone.
 
-- If a socket ends without a goodbye, its process has died. Its neighbours notice, and pass it on as
-  news. Each process passes on news that it did not know, so everyone hears of them, whoever else is
-  gone or stopped.
-- What only some processes have to know, such as an address, goes to them from neighbour to
-  neighbour. If one of these is lost before it has passed it on, the one before finds another way.
-- Neighbours tell each other what they do, twice a second. A process that has to know it of others
-  asks everyone, and all answers are news.
+If a socket ends without a goodbye, its process has died. Its neighbours notice, and pass it on as
+news, which everyone hears. Neighbours tell each other what they do, twice a second. A process that
+has to know it of others asks everyone, and all answers are news.
 
 If the thread itself fails, so does the job: without it no later fault would be known.
 """
@@ -21,7 +16,6 @@ import logging
 import os
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -34,11 +28,11 @@ from torch.distributed.distributed_c10d import Store
 from taktline.errors import text_of
 from taktline.transport.base import Watched
 from taktline.transport.communicators import default_group
-from taktline.transport.control_links import Links, Network, nearest
-from taktline.transport.control_messages import Item, Routed, encode, encode_news
-from taktline.transport.control_news import ENDED, LOST, News, Values
-from taktline.transport.early_end import store_name
-from taktline.transport.exit_hooks import planes
+from taktline.transport.control_links import Links, Network
+from taktline.transport.control_messages import Item, Routed, encode
+from taktline.transport.control_news import ENDED, LOST, News, Values, is_in
+from taktline.transport.control_routes import Routes
+from taktline.transport.exit_hooks import planes, store_name
 from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
 
 _TICK_SECONDS, _HURRY_SECONDS = 0.25, 0.05
@@ -53,8 +47,6 @@ _ANSWER_SECONDS = 1.0
 """How long to wait until processes have said what they do."""
 _SAME_ANSWER_SECONDS = 0.25
 """For how long an answer serves whoever asks."""
-_KEPT = 256
-"""How many messages are kept that a neighbour was to pass on."""
 
 _log = logging.getLogger("taktline")
 
@@ -96,14 +88,8 @@ class Plane:
         self._lost: list[tuple[float, int]] = []  # processes, and when to conclude their loss
         self._lock = threading.Lock()
         self._outgoing: list[tuple[Callable[[], None], threading.Event]] = []
-        self._fresh: list[tuple[Item, int]] = []
-        """News to pass on, and who has told them."""
-        self._here, self._come = 1 << process, 0
-        """The processes that have come, as bits; those whose coming is to be passed on."""
-        self._routed: defaultdict[int, deque[Routed]] = defaultdict(lambda: deque(maxlen=_KEPT))
-        """What each neighbour was to pass on."""
-        self._held: list[Routed] = []
-        """Messages for which there is no way at the moment."""
+        self._here = 1 << process
+        """The processes that have come, as bits."""
         self._asked = self._looked = self._beat = 0.0
         """When the processes were asked last, when steps were looked at; when to beat next."""
         self._closing = self._forgotten = self._ended = False
@@ -123,6 +109,7 @@ class Plane:
                 ("gone", (gone, ENDED if goodbye else LOST)), process
             ),
         )
+        self._routes = Routes(process, size, self._links, self.news, self._deliver)
         self.host = self._links.host
         """The address under which other hosts reach this one."""
         self._thread = threading.Thread(target=self._run, name="taktline control", daemon=True)
@@ -190,7 +177,7 @@ class Plane:
 
         found = self._values.gather(processes, place, seconds, is_over)
         self._values.forget(self.process, place)
-        for told in [each for each in list(self._own) if f"{each}/".startswith(f"{place}/")]:
+        for told in [each for each in list(self._own) if is_in(each, place)]:
             self._own.pop(told, None)
         return found
 
@@ -298,7 +285,7 @@ class Plane:
         self._failure = failure = Verdict(Cause.RAISED, self.process, text, "in its control thread")
         with suppress(Exception):
             self._hear(("verdict", (self.process, failure)), self.process)
-            self._spread()
+            self._routes.spread()
         for member in self._all():
             if member.verdict is None:
                 self._leave(member, failure)
@@ -326,7 +313,7 @@ class Plane:
         self._links.wait(seconds)
         self._flush()
         self._conclude_losses()
-        self._spread()
+        self._routes.spread()
 
     def _hurries(self) -> bool:
         return bool(self.watched) and any(member.verdict is not None for member in self._all())
@@ -344,7 +331,7 @@ class Plane:
             outgoing, self._outgoing = self._outgoing, []
         for act, _ in outgoing:
             act()
-        self._spread()
+        self._routes.spread()
         for _, done in outgoing:
             done.set()
 
@@ -356,11 +343,9 @@ class Plane:
         """Take a message of a neighbour."""
         if kind == "beat":
             self.news.note(body)
-            held, self._held = self._held, []
-            for message in held:
-                self._route(message)
+            self._routes.retry()
         elif kind == "routed":
-            self._route(body)
+            self._routes.route(body)
         else:
             for item in body:
                 self._hear(item, source)
@@ -386,7 +371,7 @@ class Plane:
         else:
             is_new = self._is_new(body[1].number)
         if is_new:
-            self._fresh.append((item, source))
+            self._routes.add(item, source)
         if is_new and kind == "ask":
             self._answer()
         elif is_new and kind == "verdict" and source != self.process:
@@ -395,7 +380,7 @@ class Plane:
     def _welcome(self, come: int) -> None:
         """Note processes that have come, as bits, and tell them what they have missed."""
         self._here |= come
-        self._come |= come
+        self._routes.add_come(come)
         if come:
             found = {process for process in range(self._size) if come >> process & 1}
             self.news.here |= found
@@ -408,23 +393,6 @@ class Plane:
         self._passed_on.add(number)
         return True
 
-    def _spread(self) -> None:
-        """Pass on the news that have come since the last time."""
-        fresh, self._fresh = self._fresh, []
-        if self._come:
-            fresh.insert(0, (("here", f"{self._come:x}"), self.process))
-            self._come = 0
-        if not fresh:
-            return
-        sources = {source for _, source in fresh}
-        everything = encode_news([item for item, _ in fresh])
-        for process in self._links.connected:
-            data = everything
-            if process in sources:
-                data = encode_news([item for item, source in fresh if source != process])
-            if data:
-                self._links.write(process, data)
-
     def _note_gone(self, process: int, how: str) -> bool:
         """Note that a process is not there any more; False if that is known."""
         if process == self.process or self.news.gone.get(process) in (how, ENDED):
@@ -433,8 +401,7 @@ class Plane:
         self._values.look_again()
         if how == LOST:
             self._lost.append((self._now() + _GRACE_SECONDS, process))
-        for message in self._routed.pop(process, ()):
-            self._route(message)  # it may not have passed it on
+        self._routes.avoid(process)
         return True
 
     def _answer(self) -> None:
@@ -442,24 +409,23 @@ class Plane:
         self._asked = self._now()
         self.news.drop(self._far(), _SAME_ANSWER_SECONDS)
         for state in [self.news.own(), *self.news.silent(self._links.neighbours)]:
-            self._fresh.append((("state", state), self.process))
+            self._routes.add(("state", state), self.process)
 
     # Messages for some processes.
 
     def _linked(self, process: int) -> None:
         """Tell a neighbour that has just connected what it may have missed."""
         self._links.write(process, encode("beat", self.news.own()))
-        for message in list(self._routed[process]):
-            self._links.write(process, encode("routed", message))
+        self._routes.repeat(process)
 
     def _greet(self, processes: set[int]) -> None:
         """Tell processes that have just come all that the others have got."""
         for message in list(self._own.values()):
             if to := processes.intersection(message.to):
-                self._route(replace(message, to=list(to)))
+                self._routes.route(replace(message, to=list(to)))
         for member in self._all():
             if member.verdict is not None and (to := processes.intersection(member.processes)):
-                self._route(self._farewell(member, member.verdict, list(to)))
+                self._routes.route(self._farewell(member, member.verdict, list(to)))
 
     def _farewell(self, member: Member, verdict: Verdict, to: Sequence[int]) -> Routed:
         number = next(self._numbers)
@@ -469,30 +435,7 @@ class Plane:
         """Send a value of this process."""
         self._own[message.place] = message
         self._values.note(self.process, message.place, message.value, message.number)
-        self._route(message)
-
-    def _route(self, message: Routed) -> None:
-        """Take a message for this process, and pass it on to others; who has not come gets it then.
-
-        News come first: a message must not overtake those that were told before it.
-        """
-        self._spread()
-        ways: defaultdict[int, list[int]] = defaultdict(list)
-        near = [p for p in self._links.connected if self.news.lives(p)]
-        for target in message.to:
-            if target == self.process:
-                self._deliver(message)
-            elif target in self.news.here and target not in self.news.gone:
-                known = target in self._links.connected
-                way = target if known else nearest(target, near, self.process, self._size)
-                if way is None:
-                    self._held.append(replace(message, to=[target]))
-                else:
-                    ways[way].append(target)
-        for way, targets in ways.items():
-            part = replace(message, to=targets)
-            self._routed[way].append(part)
-            self._links.write(way, encode("routed", part))
+        self._routes.route(message)
 
     def _deliver(self, message: Routed) -> None:
         source, place, number = message.origin, message.place, message.number
@@ -531,7 +474,7 @@ class Plane:
         leaving = [m for m in members if m.verdict is None and source not in m.absent]
         # First the messages: a member that has left may come again at once, and say so.
         farewells = [self._farewell(m, verdict, m.processes) for m in leaving]
-        messages = [self._later(lambda each=each: self._route(each)) for each in farewells]
+        messages = [self._later(lambda each=each: self._routes.route(each)) for each in farewells]
         for member in leaving:
             self._leave(member, verdict)
         return messages

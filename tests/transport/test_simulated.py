@@ -127,7 +127,7 @@ def test_who_asks_hears_of_all_and_of_those_who_are_silent() -> None:
     for asking in (0, 7):
         asks = world.planes[asking]
         asks._hear(("ask", next(asks._numbers)), asking)
-        asks._spread()
+        asks._routes.spread()
     heard = [world.planes[asking].news.heard for asking in (0, 7)]
     world.run(lambda: all(len(each) == 63 for each in heard))
     assert (world.messages - before) / 64 < 8 * 11  # batches: not one for each state and neighbour
