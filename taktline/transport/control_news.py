@@ -19,7 +19,7 @@ COMPUTES, RESTS = "computes", "waits for a file, or an operation of torch"
 _LONGEST = 50_000
 """The most characters of a report, so that it fits into a message."""
 _LONGEST_STATE = 2000
-_REMEMBERED = 1 << 16
+_REMEMBERED = 1 << 14
 """Of how many places the number of the latest message is remembered."""
 
 _log = logging.getLogger("taktline")
