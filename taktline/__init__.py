@@ -111,7 +111,7 @@ def _end(imported_in: int = os.getpid()) -> None:
     if os.getpid() != imported_in or distributed is None:  # or it is forked, and the rank goes on
         return
     if distributed.is_available() and distributed.is_initialized():
-        import_module("taktline.transport.early_end").leave_word()
+        import_module("taktline.transport.exit_hooks").leave_word()
 
 
 atexit.register(_end)

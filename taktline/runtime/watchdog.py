@@ -128,7 +128,7 @@ class Watch:
     def report(self, transport: Distributed) -> str:
         """The state of all ranks, as far as they have reported it."""
         stood = _seconds(time.monotonic() - self._since)
-        states = transport.plane.news.report(transport.processes)
+        states = transport.plane.report(transport.processes)
         return f"rank {transport.rank} of {self._name} has made no progress for {stood}\n{states}"
 
     @property

@@ -337,7 +337,7 @@ class Distributed:
                 found = self.plane.stalled(self.processes, awaited, str(what))
             elif awaited:
                 suspect = next((p for p in awaited if p in self.plane.news.gone), awaited[0])
-                cause = Cause.CUT if self.plane.news.lives(suspect) else Cause.LOST
+                cause = Cause.CUT if self.plane.lives(suspect) else Cause.LOST
                 found = Verdict(cause, suspect, f"rank {self.plane.process}", f"({what})")
             else:
                 found = Verdict(Cause.RAISED, self.plane.process, "a lost connection", str(what))

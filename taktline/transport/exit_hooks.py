@@ -1,9 +1,11 @@
-"""The control planes of this process, and hooks for when the process ends or forks."""
+"""The control planes of this process, and what happens when the process ends or forks."""
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,10 +13,39 @@ from multiprocessing.util import Finalize
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from taktline.transport.listener import NOWHERE
+from taktline.transport.own_host import hosts_of
+
+_CALL_SECONDS = 1.0
+
 planes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The control plane of each default process group."""
 notes: list[Callable[[BaseException], None]] = []
 """Called with an error that ends the program, to add notes to it."""
+
+
+def store_name() -> str:
+    """Under which name processes tell their addresses in the store."""
+    return f"taktline/control/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def leave_word() -> None:
+    """Leave word in the store that this process ends, if it has no control plane.
+
+    Others look for its address there, and would wait for it.
+    """
+    group = dist.group.WORLD
+    if group is None or group in planes:  # whose end others notice by themselves
+        return
+    with suppress(Exception):  # the store may be gone
+        store = group.get_group_store()
+        if (there := next(hosts_of(store), None)) is not None:
+            # If it is gone, torch would write a warning with its whole stack.
+            socket.create_connection(there, _CALL_SECONDS).close()
+        PrefixStore(store_name(), store).set(str(group.rank()), json.dumps(NOWHERE))
 
 
 def _close_all() -> None:

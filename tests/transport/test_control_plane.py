@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from taktline.errors import JsonError, LostRankError, StageError, StallError
 from taktline.transport import exit_hooks
-from taktline.transport.control_messages import Message, Peer
+from taktline.transport.control_messages import Link, Routed, State, decode, encode
 from taktline.transport.control_news import RESTS, Heard, News
 from taktline.transport.control_plane import Plane
 from taktline.transport.exchange import written
@@ -56,7 +57,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def die(plane: Plane) -> None:
     """Let its sockets end without a goodbye, as if its process had ended."""
     plane._closing = True
-    plane._peers.wake()
+    plane._links.wake()
     plane._thread.join(SOON)
 
 
@@ -91,14 +92,14 @@ def test_a_process_that_is_gone_without_a_goodbye(planes: list[Plane]) -> None:
 
 def test_a_socket_that_ends_alone_is_replaced(planes: list[Plane]) -> None:
     meet(planes, [0, 1, 2])
-    before = dict(planes[1]._peers._peers)
+    before = dict(planes[1]._links._links)
     for peer in before.values():
         peer.socket.shutdown(socket.SHUT_RDWR)
     wait_until(
         lambda: (
-            planes[1]._peers._peers.keys() == before.keys()
+            planes[1]._links._links.keys() == before.keys()
             and not any(
-                planes[1]._peers._peers[process] is peer for process, peer in before.items()
+                planes[1]._links._links[process] is peer for process, peer in before.items()
             )
         )
     )
@@ -119,7 +120,7 @@ def test_what_is_told_while_a_socket_is_replaced(planes: list[Plane]) -> None:
     for plane, before, now in zip(planes[:2], first, again, strict=True):
         plane.leave(before)
         plane.join(now, again=True)
-    for peer in list(planes[1]._peers._peers.values()):
+    for peer in list(planes[1]._links._links.values()):
         peer.socket.shutdown(socket.SHUT_RDWR)
     for plane in planes[:2]:
         plane.tell([0, 1], "here", "back")
@@ -233,48 +234,54 @@ def test_what_each_cause_is_called() -> None:
     assert {name: getattr(error, name) for name in fields} == fields
 
 
-def test_messages_survive() -> None:
-    for message in (
-        Message("beat", state="größer", busy=True),
-        Message("verdict", verdict=Verdict(Cause.RAISED, 3, "no", "in 1F0")),
-    ):
-        assert Message.from_bytes(message.to_bytes()[4:]) == message
+VERDICT = Verdict(Cause.RAISED, 3, "no", "in 1F0")
+PLAIN: dict[str, Any] = asdict(VERDICT)
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("kind", "body"),
     [
-        b"",
-        b"[]",
-        b"{}",
-        b'{"kind": 1, "state": "", "busy": true, "value": "", "verdict": null}',
-        json.dumps(
-            {
-                "kind": "verdict",
-                "state": "",
-                "busy": False,
-                "value": "",
-                "verdict": {
-                    "cause": "magic",
-                    "process": 0,
-                    "text": "",
-                    "where": "",
-                    "stage_error": "",
-                    "number": 1,
-                },
-            }
-        ).encode(),
+        ("hello", (("::1", 1, "token", ""), [("here", "1f"), ("gone", [3, "is lost"])])),
+        ("beat", State(1, 2, 0.5, "größer", True)),
+        (
+            "news",
+            [("ask", 7), ("state", State(1, 2, 0.5, "waits", True)), ("verdict", (2, VERDICT))],
+        ),
+        ("routed", Routed(0, 9, [1, 2], "here", "a value")),
+        ("routed", Routed(0, 9, [1, 2], "here", verdict=VERDICT)),
+        ("goodbye", None),
     ],
 )
-def test_what_is_no_message(data: bytes) -> None:
+def test_messages_survive(kind: str, body: Any) -> None:
+    assert decode(encode(kind, body)[4:]) == (kind, body)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {},
+        [],
+        ["beat", [1, 2, 0.5, "waits", 1]],
+        ["magic", None],
+        ["news", [["magic", 1]]],
+        ["news", [["here", 1]]],
+        ["news", [["here", "x"]]],
+        ["news", [["verdict", [1, {**PLAIN, "cause": "magic"}]]]],
+        ["news", [["verdict", [1, {**PLAIN, "number": "1"}]]]],
+        ["routed", {"origin": 1, "number": 1, "to": [], "place": "", "value": ""}],
+        ["goodbye", 1],
+    ],
+)
+def test_what_is_no_message(value: Any) -> None:
     with pytest.raises(JsonError):
-        Message.from_bytes(data)
+        decode(json.dumps(value).encode() if value is not None else b"")
 
 
 def test_a_length_that_cannot_be() -> None:
     here, there = socket.socketpair()
     with here, there:
-        peer = Peer(here, 1)
+        peer = Link(here, 1)
         there.sendall((2**31).to_bytes(4, "little"))
         assert peer.read() is None
 

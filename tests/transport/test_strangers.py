@@ -173,7 +173,7 @@ def planes() -> Iterator[list[Plane]]:
 
 
 def address_of(plane: Plane) -> Address:
-    return plane._peers._listener.address
+    return plane._links._listener.address
 
 
 OTHER = '[1, "ü", ["", 1, ""]]'.encode()
@@ -229,7 +229,7 @@ def test_a_control_thread_that_fails_fails_the_job(
     def fail(seconds: float) -> None:
         raise kind("no")
 
-    monkeypatch.setattr(planes[1]._peers, "wait", fail)
+    monkeypatch.setattr(planes[1]._links, "wait", fail)
     for member in members:
         assert member.told.wait(SOON)
         assert member.verdict is not None

@@ -1,4 +1,4 @@
-"""The texts of messages: descriptions of values, introductions, errors, verdicts."""
+"""The texts of messages: descriptions of values, introductions, errors, the control plane."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import taktline as tl
 from taktline.checks import read
 from taktline.meta import Signature, flatten
 from taktline.runtime.introduction import INTRODUCTION, introduced, misfit
+from taktline.transport import control_messages as control
 from taktline.transport import exchange
 from taktline.transport.describe import decode, encode
+from taktline.transport.verdict import Cause, Verdict
 from tests.fuzz.mutate import spoil_bytes, spoil_json, spoil_text
 
 
@@ -48,14 +50,24 @@ SAID: dict[str, Any] = {
     "number": 1,
 }
 
+VERDICT = Verdict(Cause.RAISED, 3, "no", "in 1F0")
+CONTROL: list[tuple[str, Any]] = [
+    ("hello", (("::1", 1, "token", ""), [("here", "1f"), ("gone", (3, "is lost"))])),
+    ("beat", control.State(1, 2, 0.5, "größer", True)),
+    ("news", [("ask", 7), ("verdict", (2, VERDICT))]),
+    ("routed", control.Routed(0, 9, [1, 2], "here", "a value", VERDICT)),
+]
+
 
 def draw(random: Random) -> tuple[str, bytes]:
     """What the text is meant to be, and the text."""
-    kind = random.choice(["values", "values", "values", "introduction", "error"])
+    kind = random.choice(["values", "values", "values", "introduction", "error", "control"])
     if kind == "values":
         text = encode(Signature.of(*flatten(random.choice(VALUES)))).decode()
     elif kind == "introduction":
         text = json.dumps(SAID)
+    elif kind == "control":
+        text = control.encode(*random.choice(CONTROL))[4:].decode()
     else:
         error = tl.StageError(rank=1, stage=2, microbatch=0, action="2F0", reason="no")
         text = json.dumps([type(error).__name__, str(error), vars(error)])
@@ -81,5 +93,7 @@ def try_(input: tuple[str, bytes]) -> None:
     elif kind == "introduction":
         said = read(text.decode("utf-8", "replace"), INTRODUCTION, what="an introduction")
         misfit([introduced(said), introduced(SAID)])
+    elif kind == "control":
+        control.encode(*control.decode(text))
     else:
         str(exchange.restored(text.decode("utf-8", "replace"), 1))

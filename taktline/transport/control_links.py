@@ -1,7 +1,12 @@
-"""The sockets of the control plane: one to every other process of the job.
+"""The sockets of the control plane: one to each neighbour of a process.
 
-The processes find each other's addresses in the store, once. Of two processes the one with the
-higher number calls the other. A socket that ends while its process lives is replaced.
+The processes are a ring with chords. The neighbours of a process are those 1, 2, 4, … places before
+and after it: at most twice as many as the number of processes has binary digits. A message gets
+from any process to any other in about half as many hops, and the ring holds together unless all
+neighbours of a process are gone.
+
+Neighbours find each other's addresses in the store, once. Of two processes the one with the higher
+number calls the other. A socket that ends while its process lives is replaced.
 
 All this is done in rounds, in which a process calls the missing ones, or sees whether they listen.
 """
@@ -13,14 +18,15 @@ import selectors
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from taktline.checks import read
 from taktline.errors import JsonError, LostRankError
-from taktline.transport.control_messages import Message, Peer
+from taktline.transport.control_messages import Item, Link, encode
 from taktline.transport.listener import ADDRESS, Address, Listener, call
 from taktline.transport.own_host import own_host
 
@@ -31,6 +37,30 @@ _REFUSED_SECONDS = 0.25
 """How long a process that was never connected refuses calls before it counts as ended."""
 _PROBES = 12
 """How often a process that does not call is tried: it may be stopped."""
+
+
+def neighbours(process: int, size: int) -> list[int]:
+    """The processes to which one of so many has sockets.
+
+    >>> neighbours(0, 4), neighbours(0, 8), len(neighbours(0, 1024))
+    ([1, 2, 3], [1, 2, 4, 6, 7], 19)
+    """
+    ways = [1 << digit for digit in range((size - 1).bit_length())]
+    return sorted({(process + sign * way) % size for way in ways for sign in (1, -1)})
+
+
+def nearest(target: int, among: Sequence[int], process: int, size: int) -> int | None:
+    """Which process is the next on the way to another one; None if none of them is nearer to it.
+
+    >>> nearest(5, [1, 2, 4, 12, 14, 15], 0, 16), nearest(5, [14, 15], 0, 16)
+    (4, None)
+    """
+
+    def distance(other: int) -> int:
+        return min((target - other) % size, (other - target) % size)
+
+    found = min(among, key=distance, default=process)
+    return found if distance(found) < distance(process) else None
 
 
 def require_alive(store: Store) -> None:
@@ -45,14 +75,45 @@ def require_alive(store: Store) -> None:
         ) from error
 
 
-class Peers:
-    """A socket to every other process; used on the control thread, but for :meth:`wake`.
+class Network:
+    """How a process reaches others: by sockets. A simulation has another network."""
+
+    threaded = True
+    """Whether a thread serves the sockets."""
+    now = staticmethod(time.monotonic)
+
+    def selector(self) -> Any:
+        """What waits for sockets."""
+        return selectors.DefaultSelector()
+
+    def pair(self) -> tuple[Any, Any]:
+        """Two connected sockets in this process."""
+        return socket.socketpair()
+
+    def listen(self, host: str, callers: int) -> Any:
+        """A listener that expects so many callers."""
+        return Listener(host, callers)
+
+    def call(self, address: Address, process: int) -> Any:
+        """A socket to another process, which is told the number of this one."""
+        return call(address, process, _CONNECT_SECONDS)
+
+    def probe(self, address: Address) -> None:
+        """Raise unless somebody listens at an address."""
+        socket.create_connection(address[:2], _CONNECT_SECONDS).close()
+
+
+class Links:
+    """A socket to each neighbour; used on the control thread, but for :meth:`wake`.
 
     Args:
         store: where the processes find each other's addresses, under ``name``.
         process: the number of this process, of ``size``.
-        greet: returns the messages for a process that has just connected.
-        take: called with each message.
+        network: how others are reached.
+        here: the processes that have come, as far as is known.
+        news: returns all news, for a neighbour that has just connected.
+        linked: called when a neighbour has connected, and has been greeted.
+        take: called with each message: its sender, kind and body.
         part: called when a process has ended, with whether it has said goodbye.
     """
 
@@ -62,36 +123,40 @@ class Peers:
         process: int,
         size: int,
         name: str,
+        network: Network,
+        here: Collection[int],
         *,
-        greet: Callable[[int], list[Message]],
-        take: Callable[[int, Message], None],
+        news: Callable[[], list[Item]],
+        linked: Callable[[int], None],
+        take: Callable[[int, str, Any], None],
         part: Callable[[int, bool], None],
     ) -> None:
-        self._process, self._size = process, size
-        self._greet, self._take, self._part = greet, take, part
+        self._process, self.neighbours = process, neighbours(process, size)
+        self._network, self._here = network, here
+        self._news, self._linked, self._take, self._part = news, linked, take, part
         require_alive(store)
         # A connection of its own, for another thread.
         own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._store = PrefixStore(name, own)
         self.host = own_host(store)
         """The address under which other hosts reach this one."""
-        self._listener = Listener(self.host, size)
-        self._selector = selectors.DefaultSelector()
+        self._listener = network.listen(self.host, len(self.neighbours))
+        self._selector = network.selector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        reader, self._waker = socket.socketpair()
+        reader, self._waker = network.pair()
         self._waker.setblocking(False)
         self._selector.register(reader, selectors.EVENT_READ, lambda: reader.recv(4096))
-        self._peers: dict[int, Peer] = {}
+        self._links: dict[int, Link] = {}
         self._addresses: dict[int, Address] = {}
-        self._missing = set(range(size)) - {process}
-        """The processes that are not connected, and not known to have ended."""
+        self._missing = {*self.neighbours}
+        """The neighbours that are not connected, and not known to have ended."""
         self._calling: set[int] = set()
-        """The processes that were called and have not answered."""
+        """The neighbours that were called and have not answered."""
         self._probed: Counter[int] = Counter()
         self._refused: dict[int, float] = {}
-        """Since when processes refuse calls."""
+        """Since when neighbours refuse calls."""
         self._met: set[int] = set()
-        """The processes that have been connected."""
+        """The neighbours that have been connected."""
         self._rounds = 0
         self.due = 0.0
         """When to call :meth:`look` next."""
@@ -99,17 +164,12 @@ class Peers:
 
     @property
     def connected(self) -> list[int]:
-        """The processes that are connected."""
-        return list(self._peers)
-
-    @property
-    def present(self) -> set[int]:
-        """The processes that are connected, or have said where they can be called."""
-        return {*self._peers, *self._addresses}
+        """The neighbours that are connected."""
+        return list(self._links)
 
     def look(self) -> None:
-        """Call the processes that can be found by now, and see which have ended."""
-        now = time.monotonic()
+        """Call the neighbours that can be found by now, and see which have ended."""
+        now = self._network.now()
         if now >= self.due:
             self._call_missing()
             self._rounds += 1
@@ -127,16 +187,16 @@ class Peers:
         with suppress(OSError):
             self._waker.send(b"\0")
 
-    def write(self, process: int, message: Message) -> None:
-        """Send a message, if the process is connected."""
-        peer = self._peers.get(process)
-        if peer is not None and not peer.write(message):
-            self._lose(peer)
+    def write(self, process: int, data: bytes) -> None:
+        """Send a message, if the neighbour is connected."""
+        link = self._links.get(process)
+        if link is not None and not link.write(data):
+            self._lose(link)
 
     def close(self) -> None:
         """Close all sockets; in a forked process, those of its parent stay open."""
         for key in list((self._selector.get_map() or {}).values()):
-            if isinstance(key.fileobj, socket.socket):
+            if key.fileobj is not self._listener:
                 key.fileobj.close()
         self._selector.close()
         self._listener.close()
@@ -155,9 +215,10 @@ class Peers:
         except (RuntimeError, JsonError) as error:  # nobody else can be found
             unknown = self._missing - self._addresses.keys()
             self._missing -= unknown
-            if 0 in unknown and isinstance(error, RuntimeError):
-                self._end(0)  # the store is gone, and with it the process that kept it
-        until = time.monotonic() - _REFUSED_SECONDS
+            far = 0 not in {self._process, *self.neighbours, *self._here}
+            if (0 in unknown or far) and isinstance(error, RuntimeError):
+                self._part(0, False)  # the store is gone, and with it the process that kept it
+        until = self._network.now() - _REFUSED_SECONDS
         for process in sorted(self._refused, key=self._refused.__getitem__):
             if process in self._missing and self._refused[process] < until:
                 self._end(process)
@@ -172,9 +233,10 @@ class Peers:
 
     def _try(self, process: int) -> None:
         """Call a process, or see whether it lives."""
-        if not self._addresses[process][1]:  # it has ended, see early_end
+        now = self._network.now()
+        if not self._addresses[process][1]:  # it has ended, see leave_word
             # Before any that has left since, perhaps because of this one.
-            self._refused.setdefault(process, time.monotonic() - _REFUSED_SECONDS / 2)
+            self._refused.setdefault(process, now - _REFUSED_SECONDS / 2)
             del self._addresses[process]  # perhaps that of an earlier process
             return
         if process > self._process and self._probed[process] >= _PROBES:
@@ -186,7 +248,7 @@ class Peers:
             if process in self._met:
                 self._end(process)
             elif isinstance(error, ConnectionRefusedError):
-                self._refused.setdefault(process, time.monotonic())
+                self._refused.setdefault(process, now)
                 del self._addresses[process]  # perhaps that of an earlier process
 
     def _reach(self, process: int) -> None:
@@ -196,69 +258,68 @@ class Peers:
         """
         address = self._addresses[process]
         if process > self._process:
-            socket.create_connection(address[:2], _CONNECT_SECONDS).close()
+            self._network.probe(address)
             return
-        peer = Peer(call(address, self._process, _CONNECT_SECONDS), process)
+        link = Link(self._network.call(address, self._process), process)
         self._calling.add(process)
-        self._register(peer)
-        # The store may be gone when this process has to be called.
-        peer.write(Message("address", value=json.dumps(self._listener.address)))
+        self._register(link)
 
     def _accept(self) -> None:
         for process, connection in self._listener.accept():
-            if process == self._process or process >= self._size:
+            if process not in self.neighbours:
                 connection.close()
                 continue
-            peer = Peer(connection, process)
-            self._register(peer)
-            self._add(peer)
+            link = Link(connection, process)
+            self._register(link)
+            self._add(link)
 
-    def _register(self, peer: Peer) -> None:
-        self._selector.register(peer.socket, selectors.EVENT_READ, lambda: self._read(peer))
+    def _register(self, link: Link) -> None:
+        self._selector.register(link.socket, selectors.EVENT_READ, lambda: self._read(link))
 
-    def _read(self, peer: Peer) -> None:
-        messages = peer.read()
+    def _read(self, link: Link) -> None:
+        messages = link.read()
         if messages is None:
-            self._lose(peer)
+            self._lose(link)
             return
-        if peer.answered and self._peers.get(peer.process) is not peer:
-            self._add(peer)
-        for message in messages:
-            if message.kind == "goodbye":
-                peer.said_goodbye = True
-            elif message.kind == "address":
-                with suppress(JsonError):
-                    self._addresses[peer.process] = read(message.value, ADDRESS, what="an address")
+        if link.answered and self._links.get(link.process) is not link:
+            self._add(link)
+        for kind, body in messages:
+            if kind == "goodbye":
+                link.said_goodbye = True
+            elif kind == "hello":
+                # Kept, as the store may be gone when this process has to be called.
+                self._addresses[link.process], items = body
+                self._take(link.process, "news", items)
             else:
-                self._take(peer.process, message)
+                self._take(link.process, kind, body)
 
-    def _add(self, peer: Peer) -> None:
-        """Note a peer that has greeted, or has answered."""
-        process = peer.process
+    def _add(self, link: Link) -> None:
+        """Note a neighbour that has called, or has answered."""
+        process = link.process
         self._missing.discard(process)
         self._met.add(process)
         self._calling.discard(process)
         self._refused.pop(process, None)
-        if (before := self._peers.get(process)) is not None:
+        if (before := self._links.get(process)) is not None:
             self._drop(before)  # the other process has noticed first that this socket has ended
-        self._peers[process] = peer
-        for message in self._greet(process):
-            self.write(process, message)
+        self._links[process] = link
+        self.write(process, encode("hello", (self._listener.address, self._news())))
+        self._linked(process)
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, link: Link) -> None:
         with suppress(KeyError, ValueError):
-            self._selector.unregister(peer.socket)
-        peer.socket.close()
+            self._selector.unregister(link.socket)
+        link.socket.close()
 
-    def _lose(self, peer: Peer) -> None:
+    def _lose(self, link: Link) -> None:
         """Let go of a socket that has ended: with its process, or alone."""
-        self._drop(peer)
-        process = peer.process
+        self._drop(link)
+        process = link.process
         self._calling.discard(process)
-        if self._peers.get(process) is not peer:
+        if self._links.get(process) is not link:
             return
-        del self._peers[process]
-        if peer.said_goodbye:
+        del self._links[process]
+        if link.said_goodbye:
             self._part(process, True)
         else:
             self._missing.add(process)
