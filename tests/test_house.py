@@ -12,6 +12,7 @@ import pytest
 from tests.documents import ROOT
 from tests.private_names import imported_directly, used
 from tests.rooms import PICTURE, drawing, imports, levels
+from tests.walks import walks
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 
@@ -34,6 +35,35 @@ def test_a_circle_is_found() -> None:
     assert levels({"a": {"b"}, "b": set()}) == {"b": 0, "a": 1}
     with pytest.raises(ValueError, match=r"a circle among \['a', 'b'\]"):
         levels({"a": {"b"}, "b": {"a"}, "c": set()})
+
+
+BUDGETS = {
+    **{"plan": 3_725, "stage": 2_135, "transport": 4_660, "runtime": 7_870, "train": 4_085},
+    **{"checkpoint": 2_150, "render": 930, "cli": 1_585, "compat": 3_245, "split": 4_695},
+    "": 1_995,
+}
+"""The most lines of each room, and of the files beside them; they may only become fewer."""
+
+
+@pytest.mark.parametrize("room", BUDGETS)
+def test_rooms_keep_to_their_budgets(room: str) -> None:
+    folder = ROOT / "taktline" / room
+    files = folder.rglob("*.py") if room else folder.glob("*.py")
+    assert sum(len(file.read_text("utf-8").splitlines()) for file in files) <= BUDGETS[room]
+
+
+def test_every_room_has_a_budget() -> None:
+    rooms = {path.parent.name for path in (ROOT / "taktline").glob("*/__init__.py")}
+    assert rooms == BUDGETS.keys() - {""}
+
+
+WALKS = {"cut": 20, "batch": 35, "save": 20, "error": 46}
+
+
+def test_walks_are_no_longer_than_before() -> None:
+    """The most files that code passes, in one process; they may only become fewer."""
+    found = {name: len(files) for name, files in walks().items()}
+    assert {name for name in WALKS if found[name] > WALKS[name]} == set(), found
 
 
 def test_every_room_is_named() -> None:
