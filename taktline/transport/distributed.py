@@ -33,7 +33,7 @@ from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
 
 _CPU = torch.device("cpu")
 
-_NEWS_SECONDS, _LATE_NEWS_SECONDS = 2.0, 0.25
+_NEWS_SECONDS, _LATE_NEWS_SECONDS = 1.6, 0.25
 """How long to wait for the verdict when a connection has ended, or a wait has timed out."""
 _FOREIGN_NEWS_SECONDS = 3.0
 """The same for a connection of torch: without a verdict, only its own error is known."""
