@@ -105,6 +105,7 @@ def test_the_same_in_one_process_and_in_several(name: str, printed: Path) -> Non
     assert bool(losses(alone)) == (name != "inference")
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_adapters_are_all_that_is_saved(printed: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import LlamaConfig, LlamaForCausalLM
