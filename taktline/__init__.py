@@ -36,20 +36,7 @@ if TYPE_CHECKING:
     from taktline.plan import lower as lower
     from taktline.plan import simulate as simulate
     from taktline.plan import validate as validate
-    from taktline.runtime import Replicate as Replicate
-    from taktline.runtime import Schedule1F1B as Schedule1F1B
-    from taktline.runtime import ScheduleDualPipeV as ScheduleDualPipeV
-    from taktline.runtime import ScheduleFromPlan as ScheduleFromPlan
-    from taktline.runtime import ScheduleGPipe as ScheduleGPipe
-    from taktline.runtime import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
-    from taktline.runtime import ScheduleInterleavedZeroBubble as ScheduleInterleavedZeroBubble
-    from taktline.runtime import ScheduleLoopedBFS as ScheduleLoopedBFS
-    from taktline.runtime import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
-    from taktline.runtime import TensorChunkSpec as TensorChunkSpec
-    from taktline.runtime import Trace as Trace
-    from taktline.runtime import get_schedule_class as get_schedule_class
-    from taktline.runtime import merge_chunks as merge_chunks
-    from taktline.runtime import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from taktline.runtime import *  # noqa: F403 -- all of its names
     from taktline.side_values import add_loss as add_loss
     from taktline.side_values import collect_losses as collect_losses
     from taktline.side_values import skip as skip
@@ -58,9 +45,7 @@ if TYPE_CHECKING:
     from taktline.split import build_stage as build_stage
     from taktline.split import pipe_split as pipe_split
     from taktline.split import pipeline as pipeline
-    from taktline.stage import PipelineStage as PipelineStage
-    from taktline.stage import Tie as Tie
-    from taktline.stage import compile_stages as compile_stages
+    from taktline.stage import *  # noqa: F403 -- all of its names
     from taktline.train import Pipeline as Pipeline
     from taktline.transport import local as local
     from taktline.transport import register_container as register_container

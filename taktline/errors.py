@@ -90,34 +90,30 @@ class BatchError(TaktlineError):
     """A batch cannot be cut into micro-batches, or their outputs cannot be merged."""
 
 
-class PlanFileError(TaktlineError):
-    """A plan file cannot be read; ``row`` and ``column`` count from 1, as editors do."""
+class _TextError(TaktlineError):
+    """A text cannot be read; ``row`` and ``column`` count from 1, as editors do, if known."""
 
     def __init__(
-        self, path: str | Path, reason: str, *, row: int | None = None, column: int | None = None
+        self, what: str | Path, reason: str, *, row: int | None = None, column: int | None = None
     ) -> None:
+        self.reason = reason
+        self.row = row
+        self.column = column
+        places = (("row", row), ("column", column))
+        place = "".join(f", {name} {number}" for name, number in places if number is not None)
+        super().__init__(f"{what}{place}: {reason}")
+
+
+class PlanFileError(_TextError):
+    """The plan file at ``path`` cannot be read."""
+
+    def __init__(self, path: str | Path, reason: str, **place: int | None) -> None:
         self.path = Path(path)
-        self.reason = reason
-        self.row = row
-        self.column = column
-        super().__init__(f"{path}{_place(row, column)}: {reason}")
+        super().__init__(path, reason, **place)
 
 
-class JsonError(TaktlineError):
-    """A text is not valid JSON, or not of the expected shape; ``row`` and ``column`` if known."""
-
-    def __init__(
-        self, what: str, reason: str, *, row: int | None = None, column: int | None = None
-    ) -> None:
-        self.reason = reason
-        self.row = row
-        self.column = column
-        super().__init__(f"{what}{_place(row, column)}: {reason}")
-
-
-def _place(row: int | None, column: int | None) -> str:
-    places = (("row", row), ("column", column))
-    return "".join(f", {name} {number}" for name, number in places if number is not None)
+class JsonError(_TextError):
+    """A text is not valid JSON, or not of the expected shape."""
 
 
 class ScheduleError(TaktlineError):
@@ -294,5 +290,5 @@ class CallOrderError(TaktlineError, AssertionError):
 __all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
     name
     for name, value in globals().items()
-    if isinstance(value, type) and issubclass(value, TaktlineError)
+    if isinstance(value, type) and issubclass(value, TaktlineError) and name[0] != "_"
 )

@@ -175,12 +175,12 @@ class Signature:
     def misfit(self, leaves: Sequence[Any], text: str) -> SignatureError:
         """An error with this text, which says whether shapes or types differ."""
         error = SignatureError(text)
-        pairs = list(zip(self.leaves, leaves, strict=False))
-        tensors = [(a, b) for a, b in pairs if isinstance(a, TensorMeta) and hasattr(b, "shape")]
-        if any(tuple(a.shape) != tuple(b.shape) for a, b in tensors):
-            error.differs = "shape"
-        elif any(a.dtype is not b.dtype for a, b in tensors):
-            error.differs = "dtype"
+        for one, other in zip(self.leaves, leaves, strict=False):
+            if isinstance(one, TensorMeta) and hasattr(other, "shape"):
+                if one.shape != tuple(other.shape):
+                    error.differs = "shape"
+                elif one.dtype is not other.dtype:
+                    error.differs = error.differs or "dtype"
         return error
 
     def __str__(self) -> str:

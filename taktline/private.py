@@ -31,12 +31,6 @@ class _Missing(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise TorchVersionError(cls.reason)
 
-    def __iter__(cls) -> Any:
-        raise TorchVersionError(cls.reason)
-
-    def __contains__(cls, item: object) -> bool:
-        raise TorchVersionError(cls.reason)
-
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):  # Python itself asks for these
             raise AttributeError(name)
@@ -46,8 +40,6 @@ class _Missing(type):
 def private(name: str, feature: str, otherwise: Any = _RAISE) -> Any:
     """What torch has under a private name; ``feature`` is what needs it, for the error.
 
-    >>> private("torch.utils._pytree.tree_leaves", "nested values")((1, [2]))
-    [1, 2]
     >>> lookup = private("torch._C._no_such_name", "this example")
     >>> missing(lookup).replace(torch.__version__, "2.99")
     'this example needs torch._C._no_such_name, which torch 2.99 does not have'
@@ -61,13 +53,7 @@ def private(name: str, feature: str, otherwise: Any = _RAISE) -> Any:
 
 
 def for_all(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch's function for many tensors at once; without it, a loop over their method.
-
-    >>> tensors = [torch.zeros(1), torch.zeros(1)]
-    >>> for_all("torch._no_such_name", torch.Tensor.add_)(tensors, [1, 2])
-    >>> tensors
-    [tensor([1.]), tensor([2.])]
-    """
+    """Torch's function for many tensors at once; without it, a loop over their method."""
 
     def one_by_one(*lists: Sequence[Any]) -> None:
         for each in zip(*lists, strict=True):
@@ -82,11 +68,7 @@ def missing(*found: Any) -> str | None:
 
 
 def lacking(owner: Any, *names: str, feature: str) -> str | None:
-    """Which private attribute an object or class of torch lacks; None if it has them all.
-
-    >>> lacking(torch.Tensor, "_version", "_no_such_name", feature="this example")
-    'this example needs Tensor._no_such_name, which torch ... does not have'
-    """
+    """Which private attribute an object or class of torch lacks; None if it has them all."""
     kind = owner if isinstance(owner, type) else type(owner)
     absent = next((name for name in names if not hasattr(owner, name)), None)
     return None if absent is None else _reason(f"{kind.__name__}.{absent}", feature)

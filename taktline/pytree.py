@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from taktline.errors import TorchVersionError
 from taktline.private import missing, private
 
 if TYPE_CHECKING:
@@ -33,13 +32,6 @@ else:
 
 
 def register_own(cls: Any, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
-    """Register a class of this package; if torch lacks the function, making an object raises so."""
-    reason = missing(register_pytree_node)
-    if reason is None:
+    """Register a class of this package, if torch has what that needs."""
+    if missing(register_pytree_node) is None:
         register_pytree_node(cls, flatten, unflatten)
-    else:
-        cls.__init__ = lambda *_, **__: _refuse(reason)
-
-
-def _refuse(reason: str) -> None:
-    raise TorchVersionError(reason)

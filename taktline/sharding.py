@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from taktline.errors import SignatureError
-from taktline.private import private
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
 GetMesh: TypeAlias = Callable[[tuple[str, ...], Any], "DeviceMesh | None"]
-"""Finds a mesh by the names of its dimensions and its layout, as in torch."""
+"""Finds a mesh by the names of its dimensions. The second argument, torch's layout, is None."""
 
 _Numbers: TypeAlias = tuple[int, ...]
 _PLACEMENT = re.compile(r"R|S\((-?\d+)\)|P\((\w+)\)")
@@ -39,8 +38,6 @@ class Sharding:
     names: tuple[str, ...]
     """Of the mesh's dimensions."""
     sizes: _Numbers
-    layout: tuple[tuple[_Numbers, _Numbers], ...]
-    """Shape and stride of each dimension in the world; empty if torch does not have them."""
     placements: tuple[str, ...]
     """``S(dim)`` for a shard, ``R`` for a replica, ``P(sum)`` for a part of a sum."""
     shape: _Numbers
@@ -50,11 +47,8 @@ class Sharding:
     @classmethod
     def of(cls, tensor: DTensor) -> Sharding:
         """How a DTensor lies on its mesh."""
-        mesh = tensor.device_mesh
         return cls(
-            tuple(mesh.mesh_dim_names or ()),
-            tuple(mesh.shape),
-            _layout_of(mesh),
+            *_names_and_sizes(tensor.device_mesh),
             tuple(_text_of(placement) for placement in tensor.placements),
             tuple(tensor.shape),
             tuple(tensor.stride()),
@@ -120,7 +114,7 @@ def _filled(like: torch.Tensor, value: float | torch.Tensor) -> torch.Tensor:
 def find_mesh(sharding: Sharding, module: nn.Module, get_mesh: GetMesh | None) -> DeviceMesh:
     """The mesh for a tensor that arrives: from ``get_mesh``, or that of the stage's parameters."""
     if get_mesh is not None:
-        mesh = get_mesh(sharding.names, _layout_from(sharding.layout))
+        mesh = get_mesh(sharding.names, None)
         if mesh is not None and tuple(mesh.shape) == sharding.sizes:
             return mesh
         answer = "None" if mesh is None else f"a mesh of {list(mesh.shape)}"
@@ -129,17 +123,17 @@ def find_mesh(sharding: Sharding, module: nn.Module, get_mesh: GetMesh | None) -
             "must return a mesh of that shape with this rank in it"
         )
     for tensor in (*module.parameters(), *module.buffers()):
-        if is_sharded(tensor):
-            mesh = tensor.device_mesh
-            if (tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)) == (
-                sharding.names,
-                sharding.sizes,
-            ):
-                return mesh
+        mesh = tensor.device_mesh if is_sharded(tensor) else None
+        if mesh is not None and _names_and_sizes(mesh) == (sharding.names, sharding.sizes):
+            return mesh
     raise SignatureError(
         f"a tensor arrives in shards over the mesh {sharding.mesh_text}, and no parameter of this "
         "stage is on such a mesh; pass get_mesh=lambda names, layout: mesh to the stage"
     )
+
+
+def _names_and_sizes(mesh: DeviceMesh) -> tuple[tuple[str, ...], _Numbers]:
+    return tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)
 
 
 def _text_of(placement: Placement) -> str:
@@ -168,16 +162,3 @@ def _placements(texts: tuple[str, ...]) -> list[Placement]:
         dim, reduction = match.groups()
         found.append(Shard(int(dim)) if dim else Partial(reduction) if reduction else Replicate())
     return found
-
-
-# The layout is a private class of torch; 2.13 passes it to get_mesh.
-def _layout_of(mesh: DeviceMesh) -> tuple[tuple[_Numbers, _Numbers], ...]:
-    axes = getattr(getattr(mesh, "_layout", None), "axes", ())
-    return tuple((tuple(axis.shape), tuple(axis.stride)) for axis in axes)
-
-
-def _layout_from(axes: tuple[tuple[_Numbers, _Numbers], ...]) -> Any:
-    what = "the layout of a mesh"
-    flat = private("torch.distributed._mesh_layout._FlatLayout", what, None)
-    whole = private("torch.distributed._mesh_layout._MeshLayout", what, None)
-    return whole([flat(*axis) for axis in axes]) if axes and flat and whole else None

@@ -47,12 +47,12 @@ class Aside:
         self.replays = False  # whether blocks run a second time: then values can only be got
 
     def __enter__(self) -> Self:
-        self._outer = _here.aside
-        _here.aside = self
+        self._outer = _here.aside, _here.losses
+        _here.aside, _here.losses = self, None
         return self
 
     def __exit__(self, *_: object) -> None:
-        _here.aside = self._outer
+        _here.aside, _here.losses = self._outer
 
     @property
     def used(self) -> bool:
@@ -63,13 +63,12 @@ class Aside:
         """Put a value for this stage and later ones."""
         if self.replays:
             return
-        waiting = self.skips.get(name)
-        if waiting is not None and not waiting.taken:
-            raise SkipError(
-                f"{name!r} is put by stage {waiting.stage} and again by stage {self.stage}, before "
-                "any stage has got it; use a different name for each value"
-            )
-        if waiting is not None:
+        if waiting := self.skips.get(name):
+            if not waiting.taken:
+                raise SkipError(
+                    f"{name!r} is put by stage {waiting.stage} and again by stage {self.stage}, "
+                    "before any stage has got it; use a different name for each value"
+                )
             self._replaced.add(name)
         self.skips[name] = Skip(value, self.stage)
 
@@ -147,22 +146,15 @@ class _Outside(Aside):
         return f"{name!r} was not put before it is got; so far there is {there}"
 
 
-class _Collector(Aside):
-    """Collects losses; other side values go to the Aside around it."""
-
-    def __init__(self, around: Aside) -> None:
-        super().__init__(around.stage, around.skips)
-        self.put, self.get, self.observe = around.put, around.get, around.observe
-
-
 # One for all threads: on a GPU, autograd runs checkpointed blocks again on its own threads.
 _outside = _Outside(0, {})
 
 
 class _Here(local):
-    """The Aside that is open on this thread."""
+    """The Aside that is open on this thread, and the list that collects losses, if there is one."""
 
     aside: Aside = _outside
+    losses: list[torch.Tensor] | None = None
 
 
 _here = _Here()
@@ -238,15 +230,19 @@ def add_loss(loss: torch.Tensor) -> None:
     1
     """
     require_number(loss, "add_loss takes")
-    current_aside().add(loss)
+    if _here.losses is None:
+        current_aside().add(loss)
+    else:
+        _here.losses.append(loss)
 
 
 def require_number(loss: object, demand: str) -> None:
     """Raise unless a loss is one real number."""
-    if not isinstance(loss, torch.Tensor):
-        raise LossError(f"{demand} one number as a tensor, not {type(loss).__name__}")
-    if loss.numel() != 1:
-        raise LossError(f"{demand} one number as a tensor, not a tensor of shape {[*loss.shape]}")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            found = f"a tensor of shape {[*loss.shape]}"
+        raise LossError(f"{demand} one number as a tensor, not {found}")
     if loss.is_complex():
         raise LossError(
             f"{demand} a real number, not one of {loss.dtype}: which of two complex losses is less "
@@ -264,8 +260,12 @@ def collect_losses() -> Iterator[list[torch.Tensor]]:
     >>> sum(losses)
     tensor(2.)
     """
-    with _Collector(current_aside()) as aside:
-        yield aside.losses
+    outer, losses = _here.losses, list[torch.Tensor]()
+    _here.losses = losses
+    try:
+        yield losses
+    finally:
+        _here.losses = outer
 
 
 @dataclass(frozen=True, slots=True)

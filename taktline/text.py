@@ -26,14 +26,15 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def by_rank(values: Sequence[object]) -> str:
-    """The value of each rank; ranks with the same value are listed together.
+    """The value of each rank, unless it is None; ranks with the same value are listed together.
 
-    >>> by_rank([8, 4, 4])
-    '8 on rank 0; 4 on rank 1, 2'
+    >>> by_rank([8, 4, None, 4])
+    '8 on rank 0; 4 on rank 1, 3'
     """
     return "; ".join(
         f"{value} on rank {', '.join(str(r) for r, v in enumerate(values) if v == value)}"
         for value in dict.fromkeys(values)
+        if value is not None
     )
 
 

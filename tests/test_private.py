@@ -14,15 +14,13 @@ from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_map
 
 import taktline as tl
-from taktline import pytree
 from taktline.errors import TorchVersionError
 from taktline.private import for_all, lacking, missing, private
-from taktline.runtime import bind
-from taktline.runtime.capture import module_state
-from taktline.stage import autograd_engine, split_recipe
+from taktline.runtime import program
+from taktline.runtime.capture import state
+from taktline.stage import autograd_engine, split_backward
 from taktline.stage.grad_sync import FSDPSync
 from taktline.stage.split_backward import Splitter
-from taktline.transport import thread_state
 
 compiled: Any = importlib.import_module("taktline.stage.compiled")
 
@@ -36,8 +34,7 @@ def test_what_is_missing_raises_when_it_is_used() -> None:
     class Mode(GONE):
         """A class can be made from it, but no object."""
 
-    uses = [lambda: GONE(1), lambda: GONE.attribute, lambda: Mode(), lambda: 1 in GONE]
-    for use in (*uses, lambda: list(GONE)):
+    for use in (lambda: GONE(1), lambda: GONE.attribute, lambda: Mode()):
         with pytest.raises(TorchVersionError) as caught:
             use()
         assert str(caught.value) == REASON
@@ -52,17 +49,6 @@ def test_what_is_there_is_torchs() -> None:
     assert private("torch._gone.name", "sums", 3) == 3
     assert for_all("torch._foreach_add_", torch.Tensor.add_) is _add_all
     assert lacking(torch.Tensor, "_version", feature="this test") is None
-
-
-def test_a_container_of_the_package_without_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pair:
-        def __init__(self, first: int) -> None:
-            self.first = first
-
-    monkeypatch.setattr(pytree, "register_pytree_node", GONE)
-    pytree.register_own(Pair, vars, Pair)
-    with pytest.raises(TorchVersionError, match="this test needs"):
-        Pair(1)
 
 
 def model() -> nn.Sequential:
@@ -95,7 +81,7 @@ def test_a_backward_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_whole_backward_if_the_graph_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(split_recipe, "_UNSEEN", REASON)
+    monkeypatch.setattr(split_backward, "_UNSEEN", REASON)
     layer, x = nn.Linear(4, 4), torch.ones(2, 4)
     roots, gradients = [layer(x)], [torch.ones(2, 4)]
     assert Splitter("stage 2").run_input(roots, gradients, [x], [*layer.parameters()]) is None
@@ -105,8 +91,7 @@ def test_a_whole_backward_if_the_graph_cannot_be_read(
 
 def test_marks_without_a_shared_hook() -> None:
     """A node of a version without the private way gets a hook of its own."""
-    at = [7]
-    mark = bind._Mark(at, 3)
+    backward = program._Backward(7, torch.device("cpu"))
     y = torch.ones(2, requires_grad=True) * 2
 
     graph: Any = y.grad_fn
@@ -114,18 +99,17 @@ def test_marks_without_a_shared_hook() -> None:
     class Node:
         register_prehook = staticmethod(graph.register_prehook)
 
-    mark(Node())
+    backward._hook(3, Node())
     y.sum().backward()
-    assert at == [3]
+    assert backward.stage == 3
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_backward_stays_whole(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = SimpleNamespace(compile=GONE, compile_inner=GONE)
+    found = SimpleNamespace(compile=lambda graph, _: graph, compile_inner=GONE)
     monkeypatch.setattr(compiled, "_compiler", lambda: found)
-    monkeypatch.setattr(compiled, "private", lambda *_: lambda _: lambda graph, _: graph)
     layer, x = nn.Linear(4, 4), torch.ones(2, 4)
     with caplog.at_level(logging.WARNING, "taktline"):
         made = tl.compile_stages(layer, 2)(x)
@@ -135,21 +119,10 @@ def test_a_compiled_backward_stays_whole(
     ]
 
 
-def test_local_ranks_say_once_what_they_do_not_see(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(thread_state, "_no_modes", REASON)
-    thread_state._say_what_is_missing.cache_clear()
-    for _ in range(2):
-        assert thread_state.ThreadState().run(lambda: 3) == 3
-    assert caplog.messages == [f"{REASON}; it does not reach them"]
-    thread_state._say_what_is_missing.cache_clear()
-
-
 def test_no_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module_state._UNSEEN is None
-    monkeypatch.setattr(module_state, "_UNSEEN", REASON)
-    assert module_state.state_of([]) == REASON
+    assert state.State([]).refusal is None
+    monkeypatch.setattr(state, "_UNSEEN", REASON)
+    assert state.State([]).refusal == REASON
 
 
 def test_a_wrapper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from taktline.train.ranks import end_unused
+from taktline.train.ranks import forget_meshes
 from taktline.transport.exit_hooks import planes
 from tests.settled import settle
 
@@ -339,7 +339,7 @@ class _Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
             # Or DTensor would wait in these groups for ever, where a mesh equals one of theirs.
-            end_unused()
+            forget_meshes()
 
     def _meet(self, store: Path) -> None:
         dist.init_process_group(

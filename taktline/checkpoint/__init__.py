@@ -20,11 +20,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from taktline.checkpoint.folder import latest
 from taktline.checkpoint.loading import Loaded
 from taktline.checkpoint.loading import load as _load
 from taktline.checkpoint.model_state import HeldModel
-from taktline.checkpoint.saving import Training
+from taktline.checkpoint.saving import Training, latest
 from taktline.checkpoint.saving import save as _save
 from taktline.checks import known_keywords, require_instance
 from taktline.runtime.schedule import Schedule
@@ -45,7 +44,7 @@ def save(
     keep: int | None = None,
     async_save: bool = False,
 ) -> Path:
-    """Save the stages of a schedule, as :meth:`taktline.Pipeline.save` does; every rank calls it.
+    """Save the stages of a schedule on every rank, as :meth:`taktline.Pipeline.save` does.
 
     >>> import tempfile
     >>> import taktline as tl
@@ -90,15 +89,9 @@ def load_into(
     scaler: Any = None,
     data: Any = None,
 ) -> Loaded:
-    """Load into a model without a pipeline, whatever pipeline it was saved from.
+    """Load into a whole model without a pipeline, as :meth:`taktline.Pipeline.load` does.
 
-    Args:
-        model: the whole model; its parameters may be DTensors.
-        optimizer: its optimizer, or a list of several.
-        folder: a save, or a folder of saves, of which the latest is taken.
-        scheduler: a learning rate scheduler, or a list of several.
-        scaler: a GradScaler.
-        data: the position in the data, with ``load_state_dict``.
+    It may have been saved from any pipeline. Its parameters may be DTensors.
 
     >>> import tempfile, torch
     >>> import taktline as tl

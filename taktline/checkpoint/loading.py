@@ -25,16 +25,24 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from taktline.checkpoint.folder import is_save, resolve
-from taktline.checkpoint.manifest import Checkpoint, Entry, unpacked
+from taktline.checkpoint.files import Checkpoint, Entry
 from taktline.checkpoint.model_state import HeldModel, joined
-from taktline.checkpoint.saving import RandomNumbers, Training, kind_of, named, wait
+from taktline.checkpoint.saving import (
+    RandomNumbers,
+    Training,
+    is_save,
+    kind_of,
+    latest,
+    named,
+    wait,
+)
 from taktline.checks import require_path
 from taktline.errors import CheckpointError
 from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded
 from taktline.text import counted, first_of
+from taktline.transport.codec import unpack
 
 _NO_TENSORS: dict[str, torch.Tensor] = {}
 """The tensors inside of options and other values, which are never saved."""
@@ -57,11 +65,10 @@ def load(model: HeldModel, folder: Any, training: Training) -> Loaded:
     folder, processes = require_path("folder", folder), model.processes
     with guarded(processes.transports[0], "load()") as call:
         model.arrive(call)
-        path = processes.everywhere(
-            partial(_find, folder, processes.place), f"read {folder}", call
-        )[0]
-        loading = _Loading(model, Path(path), training)
-        processes.everywhere(loading.check, f"read {path}", call)
+        find = partial(_find, folder, processes.place)
+        path = processes.everywhere(find, f"read {folder}", call)[0]
+        loading = _Loading(model, training)
+        processes.everywhere(lambda: loading.check(Path(path)), f"read {path}", call)
         try:
             processes.everywhere(loading.begin, f"load {path}", call)
         except BaseException:
@@ -74,19 +81,31 @@ def load(model: HeldModel, folder: Any, training: Training) -> Loaded:
 def _find(folder: Path, place: int) -> str:
     """The save to load; the first process looks for it, after saves that are being written."""
     wait(folder.parent if is_save(folder) else folder, place)
-    return "" if place else str(resolve(folder))
+    if place:
+        return ""
+    found = folder if is_save(folder) else latest(folder)
+    if found is None:
+        state = "contains no complete one" if folder.is_dir() else "is not there"
+        raise CheckpointError(f"{folder} is not a checkpoint, and {state}")
+    return str(found)
 
 
 class _Loading:
     """One load, as this process sees it."""
 
-    def __init__(self, model: HeldModel, path: Path, training: Training) -> None:
-        self._model, self.path, self._training = model, path, training
+    loaded: Loaded
+    _checkpoint: Checkpoint
+    _targets: list[tuple[str, torch.Tensor]]
+    """The tensors to fill, with their names in the checkpoint."""
+
+    def __init__(self, model: HeldModel, training: Training) -> None:
+        self._model, self._training = model, training
         self._undo: list[Callable[[], None]] = []
 
-    def check(self) -> None:
+    def check(self, path: Path) -> None:
         """Raise if anything does not fit."""
-        self._checkpoint = checkpoint = Checkpoint(self.path)
+        self._checkpoint = checkpoint = Checkpoint(path)
+        self._same = checkpoint.values.get("layout") == self._model.processes.sizes
         stored = self._stored_names()
         self._targets = self._of_model(stored)
         names = {key: stored[name] for key, name in self._model.parameter_names().items()}
@@ -94,12 +113,11 @@ class _Loading:
             _OptimizerState(optimizer, index, checkpoint, names)
             for index, optimizer in enumerate(self._training.optimizers)
         ]
-        for targets in (self._targets, *(each.targets for each in self._optimizers)):
-            for name, tensor in targets:
-                checkpoint.check(name, tensor)
-        self._same = checkpoint.values.get("layout") == self._model.processes.sizes
+        rooms = [room[:2] for optimizer in self._optimizers for room in optimizer.rooms]
+        for name, tensor in (*self._targets, *rooms):
+            checkpoint.check(name, tensor)
         self._states = self._of_others()
-        self.loaded = Loaded(self.path, checkpoint.step, checkpoint.value("extra"))
+        self.loaded = Loaded(path, checkpoint.step, checkpoint.value("extra"))
 
     def begin(self) -> None:
         """Load everything that may still be refused: by torch, or by a user's own object."""
@@ -115,7 +133,7 @@ class _Loading:
             _fit_groups(scheduler)
         # In another layout, only the first process finds random numbers to go on with.
         if self._same or not self._model.processes.place:
-            generators.load_state_dict(self._own("random", "random numbers"))
+            generators.load_state_dict(self._own("random"))
 
     def undo(self) -> None:
         """Undo ``begin()``."""
@@ -134,7 +152,7 @@ class _Loading:
 
     def _stored_names(self) -> dict[str, str]:
         """The name in the checkpoint for each tensor of the model; raises if one is missing."""
-        model, path = self._model, self.path
+        model, path = self._model, self._checkpoint.path
         alike = joined([self._checkpoint.aliases, model.aliases])
         saved: dict[str, str] = {}
         for name in self._checkpoint.tensors:
@@ -167,36 +185,33 @@ class _Loading:
             if (entry.shape, entry.dtype) != (tuple(tensor.shape), tensor.dtype):
                 raise CheckpointError(
                     f"{name.removeprefix('model/')} is {name_of(tensor.dtype)}{list(tensor.shape)} "
-                    f"in the model, but {name_of(entry.dtype)}{list(entry.shape)} in {self.path}; "
-                    "build the model as saved"
+                    f"in the model, but {name_of(entry.dtype)}{list(entry.shape)} in "
+                    f"{self._checkpoint.path}; build the model as saved"
                 )
         return targets
 
     def _of_others(self) -> list[tuple[Any, Any]]:
         """Each object with a load_state_dict() beside the optimizers, and its state."""
-        training = self._training
-        states = [
-            (one, self._own(name, f"{name}=…"))
-            for name, one in (("data", training.data), ("scaler", training.scaler))
-            if one is not None
-        ]
-        if training.schedulers:
-            saved = self._own("schedulers", "scheduler=…")
-            if len(saved) != len(training.schedulers):
+        given = (("data", self._training.data), ("scaler", self._training.scaler))
+        states = [(one, self._own(name)) for name, one in given if one is not None]
+        if schedulers := self._training.schedulers:
+            saved = self._own("schedulers")
+            if len(saved) != len(schedulers):
                 raise CheckpointError(
-                    f"{self.path} has the state of {counted(len(saved), 'scheduler')}, but you "
-                    f"passed {len(training.schedulers)}"
+                    f"{self._checkpoint.path} has the state of "
+                    f"{counted(len(saved), 'scheduler')}, but you passed {len(schedulers)}"
                 )
-            states += zip(training.schedulers, saved, strict=True)
+            states += zip(schedulers, saved, strict=True)
         return states
 
-    def _own(self, name: str, what: str) -> Any:
+    def _own(self, name: str) -> Any:
         """The value that this process saved; in another layout, or without one, the first one's."""
         values = self._checkpoint.values
         places = sorted(int(key.rpartition("/")[2]) for key in values if key.startswith(f"{name}/"))
         if not places:
             raise CheckpointError(
-                f"{self.path} was saved without {what}, so there is none to load; leave it out"
+                f"{self._checkpoint.path} was saved without {name.removesuffix('s')}=…, so there "
+                "is none to load; leave it out"
             )
         place = self._model.processes.place
         place = place if self._same and place in places else places[0]
@@ -234,64 +249,46 @@ class _OptimizerState:
     ) -> None:
         """``names`` are those of parameters in the checkpoint, by their ids."""
         self._optimizer, self._path = optimizer, checkpoint.path
-        count = len(checkpoint.optimizers)
-        if index >= count:
+        classes = [saved["class"] for saved in checkpoint.optimizers]
+        if classes[index : index + 1] != [kind_of(optimizer)]:
             raise CheckpointError(
-                f"{self._path} has the state of {counted(count, 'optimizer')}, so there is none "
-                f"for optimizer {index}; leave it out, or load another save"
+                f"{self._path} has the state of {', '.join(classes) or 'no optimizer'}, and "
+                f"optimizer {index} is {kind_of(optimizer)}; use what was saved, or load without it"
             )
         saved = checkpoint.optimizers[index]
-        if saved["class"] != kind_of(optimizer):
-            raise CheckpointError(
-                f"{self._path} has the state of {saved['class']}, and this optimizer is "
-                f"{kind_of(optimizer)}; use the one that was saved, or load without it"
-            )
-        self._named = named(optimizer, names)
+        parameters = named(optimizer, names)
         self._options = [
             self._options_of([names[id(each)] for each in group["params"]], saved["groups"])
             for group in optimizer.param_groups
         ]
-        rest = saved["state"]
-        self._state = {
-            number: unpacked(rest[name], _NO_TENSORS.__getitem__)
-            for number, (name, _) in enumerate(self._named)
-            if rest.get(name)
-        }
-        self.targets: list[tuple[str, torch.Tensor]] = []
-        """Tensors to fill, with their names in the checkpoint."""
-        self._places: list[tuple[int, str]] = []
-        """The number of the parameter of each of them, and its key there."""
-        prefix = f"optimizer/{index}/"
-        numbers: dict[str, list[int]] = {}
-        for number, (name, _) in enumerate(self._named):
-            numbers.setdefault(name, []).append(number)
+        self._state: dict[int, dict[str, Any]] = {}
+        """By the number of the parameter, as ``load_state_dict`` takes it."""
+        self.rooms: list[tuple[str, torch.Tensor, nn.Parameter, str]] = []
+        """Tensors to fill: the name in the checkpoint, the tensor, its parameter and its key."""
+        tensors: dict[str, list[tuple[str, str, Entry]]] = {}
         for full, entry in checkpoint.tensors.items():
-            name, _, key = full.removeprefix(prefix).rpartition("/")
-            for number in numbers.get(name, ()) if full.startswith(prefix) else ():
-                room = self._room(self._named[number][1], key, full, entry)
-                self._state.setdefault(number, {})[key] = room
-                self.targets.append((full, room))
-                self._places.append((number, key))
+            if full.startswith(f"optimizer/{index}/"):
+                name, _, key = full.removeprefix(f"optimizer/{index}/").rpartition("/")
+                tensors.setdefault(name, []).append((key, full, entry))
+        for number, (name, parameter) in enumerate(parameters):
+            found = unpack(saved["state"].get(name, {}), _NO_TENSORS.__getitem__)
+            for key, full, entry in tensors.get(name, ()):
+                found[key] = self._room(parameter, key, full, entry)
+                self.rooms.append((full, found[key], parameter, key))
+            if found:
+                self._state[number] = found
 
     def _options_of(self, names: list[str], groups: Any) -> dict[str, Any]:
         """The options of a group with these parameters: those that all of them had."""
         group_of = {name: number for number, group in enumerate(groups) for name in group["names"]}
-        found: dict[int, str] = {}
-        for name in names:
-            if name not in group_of:
-                raise CheckpointError(
-                    f"{self._path} has no state of the optimizer for {name}; pass the "
-                    "optimizer the parameters that it was saved with"
-                )
-            found.setdefault(group_of[name], name)
-        if len(found) > 1:
-            first, second = list(found.values())[:2]
+        found = {group_of.get(name): name for name in names}
+        if None in found or len(found) > 1:
             raise CheckpointError(
-                f"{first} and {second} are in one group of this optimizer, and were in two "
-                f"with other options in {self._path}; use the groups that were saved"
+                f"{' and '.join(list(found.values())[:2])} are in one group of this optimizer, "
+                f"and were in none or in two in {self._path}; use the groups that were saved"
             )
-        options = groups[next(iter(found))]["options"] if found else {}
-        return unpacked(options, _NO_TENSORS.__getitem__)
+        options = [groups[number]["options"] for number in found if number is not None]
+        return unpack(options[0], _NO_TENSORS.__getitem__) if options else {}
 
     def _room(self, parameter: nn.Parameter, key: str, name: str, entry: Entry) -> torch.Tensor:
         """The tensor to load into: the optimizer's own, if type and shape fit, or a new one."""
@@ -324,8 +321,8 @@ class _OptimizerState:
         optimizer.load_state_dict({"state": self._state, "param_groups": groups})
         # Torch copies the tensors, and casts them to the type of the parameter.
         filled: list[tuple[str, torch.Tensor]] = []
-        for (name, room), (number, key) in zip(self.targets, self._places, strict=True):
-            state = optimizer.state[self._named[number][1]]
+        for name, room, parameter, key in self.rooms:
+            state = optimizer.state[parameter]
             state[key] = room.to(state[key].device)
             filled.append((name, state[key]))
         return filled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from taktline.errors import CheckpointError, MismatchError, TaktlineError, text_of
+from taktline.errors import CheckpointError, JsonError, MismatchError, TaktlineError, text_of
 from taktline.runtime.schedule import Schedule
 from taktline.stage.names import declared, named_buffers, named_parameters
 from taktline.transport import Transport, transport_of
@@ -29,17 +30,27 @@ class Held(NamedTuple):
     """Of several tensors with one name, that with the highest is saved. All are loaded."""
 
 
-Use = tuple[int, str, bool]
-"""A tensor in a stage: the stage, its name there, and whether it is a parameter."""
+Use = tuple[int, str, int]
+"""A tensor in a stage: the stage, its name there, and the first stage that has it, too."""
 
 
-def uses_in(modules: Mapping[int, nn.Module]) -> list[Use]:
-    """All parameters and persistent buffers of stages."""
-    return [
-        (stage, name, isinstance(value, nn.Parameter))
-        for stage, module in modules.items()
-        for name, value in state_of(module).items()
-    ]
+def uses_in(modules: Mapping[int, nn.Module], *, alone: bool = False) -> list[Use]:
+    """All parameters and persistent buffers of stages; ``alone`` if no others are elsewhere.
+
+    Of stages in several processes, a parameter is the same one if it is tied, and a buffer always.
+    """
+    ties = {tie for module in modules.values() for tie in declared(module)}
+    tied = {use: tie.uses[0][0] for tie in ties for use in tie.uses}
+    first, uses = dict[int, int](), list[Use]()
+    for stage, module in modules.items():
+        for name, value in state_of(module).items():
+            own = first.setdefault(id(value), stage) if alone else stage
+            if isinstance(value, nn.Parameter):
+                own = tied.get((stage, name), own)
+            elif not alone:
+                own = -1
+            uses.append((stage, name, own))
+    return uses
 
 
 @dataclass(slots=True)
@@ -69,41 +80,24 @@ class ModelState:
         held = {name for module in modules.values() for name in state_of(module)}
         known = {id(state[name]): name for name in state if name in held}
         for name in names:
-            if name in held:
-                continue
-            if id(state[name]) in known:
+            if name not in held and id(state[name]) in known:
                 found.aliases[name] = known[id(state[name])]
-            elif not state[name].is_meta:
+            elif name not in held and not state[name].is_meta:
                 found.rest[name] = state[name].detach()
         return found
 
     @classmethod
-    def of_stages(
-        cls, modules: dict[int, nn.Module], everywhere: Iterable[Use] | None = None
-    ) -> Self:
-        """The state of stages that were cut by hand.
+    def of_stages(cls, modules: dict[int, nn.Module], uses: Iterable[Use] | None = None) -> Self:
+        """The state of stages that were cut by hand; ``uses`` are those of all processes.
 
         Names begin with the number of the stage if two stages have different tensors under one
-        name. ``everywhere`` has the uses of all processes, if other stages are elsewhere. Then a
-        parameter is the same one in two stages if it is tied, and a buffer always is.
+        name.
         """
-        if everywhere is None:
-            uses: list[tuple[int, str, Any]] = [
-                (stage, name, id(value))
-                for stage, module in modules.items()
-                for name, value in state_of(module).items()
-            ]
-        else:
-            ties = {tie for module in modules.values() for tie in declared(module)}
-            tie_of = {use: tie for tie in ties for use in tie.uses}
-            uses = [
-                (stage, name, tie_of.get((stage, name), stage) if is_parameter else None)
-                for stage, name, is_parameter in everywhere
-            ]
-        different = {(name, identity) for _, name, identity in uses}
+        uses = uses_in(modules, alone=True) if uses is None else uses
+        uses = sorted(uses, key=lambda use: use[0])
+        different = {(name, first) for _, name, first in uses}
         found = cls(modules, prefixes=len(different) > len({name for name, _ in different}))
-        by_stage = sorted(uses, key=lambda use: use[0])
-        found.names = list(dict.fromkeys(found.name(stage, name) for stage, name, _ in by_stage))
+        found.names = list(dict.fromkeys(found.name(stage, name) for stage, name, _ in uses))
         return found
 
     def name(self, stage: int, name: str) -> str:
@@ -162,10 +156,14 @@ class Processes:
             return do(), None
         except TaktlineError as error:
             text = text_of(error)
-            return None, retold(error, text if text.startswith("rank ") else f"{who}{text}")
+            text = text if text.startswith("rank ") else f"{who}{text}"
+            found = CheckpointError(text) if isinstance(error, JsonError) else retold(error, text)
+            return None, found
         except Exception as error:
             kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
             reason = getattr(error, "strerror", None) or text_of(error)
+            if file := getattr(error, "filename", None):
+                reason = f"{reason}: {file}"
             found = CheckpointError(f"{who}cannot {what}: {kind}{reason}")
             found.__cause__ = error
             return None, found
@@ -176,18 +174,22 @@ class Processes:
         An error of one is raised on all, and so is one about processes in different calls.
         """
         result, error = self.attempt(do, what)
-        told = "" if error is None else written(error)
-        rows = [[told, result]]
+        if prod(self.sizes) == 1:
+            if error is not None:
+                raise error
+            return json.loads(json.dumps([result]))
+        text = "" if error is None else written(error)
+        rows = [[text, result]]
         for transport in self.transports:
             try:
                 shared = share_values(transport, rows, [(str, object)], call, what=call)
                 rows = [row for each in shared for row in each]
-            except MismatchError as apart:  # processes along the other dimensions must know
-                error, told = apart, written(apart)
-                rows = [[told, None]]
-        for place, (text, _) in enumerate(rows):
-            if text:
-                raise error if error is not None and text == told else restored(text, place)
+            except MismatchError as different:  # other dimensions must know
+                error, text = different, written(different)
+                rows = [[text, None]]
+        for place, (other, _) in enumerate(rows):
+            if other:
+                raise error if error is not None and other == text else restored(other, place)
         return [each for _, each in rows]
 
 

@@ -16,60 +16,53 @@ import json
 import logging
 import sys
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from taktline.checkpoint.folder import sync, write_text
+from taktline.checkpoint.files import TensorFile, open_file, require_writable, write
 from taktline.checkpoint.model_state import HeldModel, foremost, writers
-from taktline.checkpoint.tensor_file import TensorFile, open_file, require_writable, write
+from taktline.checkpoint.saving import sync, write_text
 from taktline.checks import read, require_path, require_whole
 from taktline.errors import CheckpointError, text_of
 from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded, local
+from taktline.text import first_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _WEIGHT_MAP = {"metadata": object, "weight_map": {str: str}}
+Convert: TypeAlias = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 _log = logging.getLogger("taktline")
 
 
-class Conversions(NamedTuple):
-    """How transformers converts the tensors of a model when it writes files."""
+def conversions_of(model: nn.Module) -> Convert | None:
+    """How transformers converts the tensors of its model for files; None where it does not."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    if not isinstance(model, kind):
+        return None
+    known: Any = getattr(model, "_weight_conversions", None)  # those by which it was read
+    if known is None:
+        # Nobody knows whether files would have had the prefix.
+        known = [e for e in _transforms(model, add_legacy=False) if not hasattr(e, "prefix_to_add")]
+    return partial(_for_files, model.config, list(known)) if known else None
 
-    config: Any
-    """The model's."""
-    transforms: list[Any]
-    """Its own objects; their order is that of reading."""
 
-    @classmethod
-    def of(cls, model: nn.Module) -> Conversions | None:
-        """Those of a model of transformers; None if it has none, or needs none."""
-        kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-        if not isinstance(model, kind):
-            return None
-        known: Any = getattr(model, "_weight_conversions", None)  # those by which it was read
-        if known is None:
-            known = _transforms(model, add_legacy=False)
-            # Nobody knows whether files would have had the prefix.
-            known = [each for each in known if not hasattr(each, "prefix_to_add")]
-        return cls(model.config, list(known)) if known else None
+def _for_files(
+    config: Any, transforms: list[Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors of a model as they are in files."""
+    from transformers.core_model_loading import revert_weight_conversion
 
-    def written(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors of the model as they are in files."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        model: Any = SimpleNamespace(  # with all that it asks of a model
-            config=self.config,
-            _weight_conversions=self.transforms,
-            get_parameter=tensors.__getitem__,
-        )
-        return _plain(revert_weight_conversion(model, dict(tensors)))
+    model: Any = SimpleNamespace(  # with all that it asks of a model
+        config=config, _weight_conversions=transforms, get_parameter=tensors.__getitem__
+    )
+    return _plain(revert_weight_conversion(model, dict(tensors)))
 
 
 def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None:
@@ -114,9 +107,9 @@ class _Writing:
             whole = value.full_tensor() if is_sharded(value) else value
             if writer[name] == self._model.processes.place:
                 own[name] = whole.cpu()
-        conversions: Conversions | None = self._model.state.conversions
+        convert: Convert | None = self._model.state.conversions
         room = 0
-        for name, tensor in (own if conversions is None else conversions.written(own)).items():
+        for name, tensor in (own if convert is None else convert(own)).items():
             if not self._files or room < tensor.nbytes:
                 self._files.append({})
                 room = most
@@ -207,11 +200,9 @@ def _find_sources(model: Any, stored: Mapping[str, torch.Tensor]) -> dict[str, S
         try:
             found |= dict.fromkeys(source.make(model, stored), source)
         except Exception as error:  # of files that are not complete, or not of this model
-            names = list(source.pattern)
-            listed = ", ".join(names if len(names) < 4 else [*names[:2], "…", names[-1]])
             raise CheckpointError(
-                f"{source.key} cannot be made from {listed}, as transformers would: "
-                f"{type(error).__name__}: {text_of(error)}"
+                f"{source.key} cannot be made from {first_of([*source.pattern])}, as transformers "
+                f"would: {type(error).__name__}: {text_of(error)}"
             ) from error
     return found
 

@@ -2,6 +2,10 @@
 
 ::
 
+    runs/000003-step-300/            a save: its number, and the training step
+    runs/.000004-step-400.saving/    a save that is being written
+    runs/.lock                       who writes it
+
     every process   lists its tensors, and agrees with the others which process writes which
                     in the background: copies them to memory of the host, before the call returns
                     writes its file and, last, its part of the manifest
@@ -13,38 +17,54 @@ the first process looks into the folder until all parts are there.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import random
+import re
 import shutil
+import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from taktline.checkpoint import folder as folders
-from taktline.checkpoint.manifest import MOST_STEPS, merged, packed, sealed, shard_of
-from taktline.checkpoint.model_state import Held, HeldModel, Processes, foremost, writers
-from taktline.checkpoint.tensor_file import require_writable, write
+from taktline.checkpoint.files import (
+    MANIFEST,
+    MOST_STEPS,
+    Checkpoint,
+    merged,
+    packed,
+    require_writable,
+    sealed,
+    shard_of,
+    write,
+)
+from taktline.checkpoint.model_state import Held, HeldModel, foremost, writers
 from taktline.checks import refuse, require_flag, require_instance, require_path, require_whole
-from taktline.errors import CheckpointError, text_of
+from taktline.errors import CheckpointError, TaktlineError, text_of
 from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded
 from taktline.transport.distributed import Distributed
 
-_log = logging.getLogger("taktline")
+LOCK = ".lock"
+_SAVE = re.compile(r"(\d{6,})-step-\d+")
+_UNFINISHED = re.compile(r"\.\d{6,}-step-\d+\.(saving|removing)")
+_NOT_OPTIONS = ("params", "param_names")
 _PAUSE = 0.02
 """Seconds between two looks into the folder."""
-_NOT_OPTIONS = ("params", "param_names")
+_log = logging.getLogger("taktline")
 
 
 class Training:
@@ -63,8 +83,7 @@ class Training:
             require_instance("optimizer", each, Optimizer, "an optimizer of torch, or a list")
         others = [("scheduler", each) for each in self.schedulers]
         for name, one in (*others, ("scaler", scaler), ("data", data)):
-            methods = ("state_dict", "load_state_dict")
-            if one is not None and not all(callable(getattr(one, m, None)) for m in methods):
+            if one is not None and not hasattr(one, "load_state_dict"):
                 refuse(name, "an object with state_dict() and load_state_dict()", one)
 
 
@@ -96,22 +115,101 @@ class RandomNumbers:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the state of all generators; that of another kind of device stays as it is."""
-        try:
-            torch.set_rng_state(state["torch"])
-            if self._device.type != "cpu" and state["device"] is not None:
-                module = torch.get_device_module(self._device)
-                module.set_rng_state(state["device"], self._device)
-            version, numbers, gauss = state["python"]
-            random.setstate((version, tuple(numbers.tolist()), gauss))
-            kind, keys, *rest = state["numpy"]
-            np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-            if self._ranks is not None and state["ranks"] is not None:
-                self._ranks.set_states(state["ranks"])
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise CheckpointError(
-                f"the save has random numbers that no generator takes ({error}); load an "
-                "earlier one"
-            ) from error
+        torch.set_rng_state(state["torch"])
+        if self._device.type != "cpu" and state["device"] is not None:
+            torch.get_device_module(self._device).set_rng_state(state["device"], self._device)
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers.tolist()), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        if self._ranks is not None and state["ranks"] is not None:
+            self._ranks.set_states(state["ranks"])
+
+
+def saves(folder: Path) -> list[Path]:
+    """All saves of a folder, whether or not they are whole, the newest first."""
+    names = filter(_SAVE.fullmatch, os.listdir(folder) if folder.exists() else ())
+    return [folder / name for name in sorted(names, key=_number, reverse=True)]
+
+
+def _number(name: str) -> int:
+    return int(name.partition("-")[0])
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in a folder; None if there is none.
+
+    This checks manifests and the sizes of files; only a load checks every byte.
+
+    >>> import taktline as tl, tempfile, torch
+    >>> pipe = tl.Pipeline(torch.nn.Linear(2, 2), microbatches=1)
+    >>> runs = tempfile.mkdtemp()
+    >>> print(latest(runs))
+    None
+    >>> pipe.save(runs) == latest(runs)
+    True
+    """
+    return next(filter(_is_whole, saves(require_path("folder", folder))), None)
+
+
+def _is_whole(save: Path) -> bool:
+    """Whether a save has a manifest, and all files that it names."""
+    try:
+        Checkpoint(save)
+    except (TaktlineError, OSError):
+        return False
+    return True
+
+
+def is_save(folder: Path) -> bool:
+    """Whether a folder is a save, or has the name of one."""
+    return (folder / MANIFEST).exists() or _SAVE.fullmatch(folder.name) is not None
+
+
+def lock(folder: Path) -> TextIO:
+    """Lock a folder until the file is closed; raises if another job has locked it.
+
+    The first process of a job holds the lock (``flock``) while a save is written, so it ends with
+    that process, whatever ends it. The file says who holds it.
+    """
+    file = open(folder / LOCK, "a+", errors="replace")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(500) or "a process that has begun just now"
+        file.close()
+        raise CheckpointError(
+            f"another job is saving to {folder}: {holder}; use a folder of its own for each job, "
+            "or end one of them"
+        ) from None
+    except OSError as error:  # of a file system without locks
+        _log.warning("%s cannot be locked: %s", folder, error.strerror)
+        return file
+    with suppress(OSError):  # the disk may be full
+        file.truncate(0)
+        since = time.strftime("%F %T %z")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
+        file.flush()
+    return file
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it appears whole or not at all, and flush it to disk."""
+    new = path.with_name(f"{path.name}.new")
+    with open(new, "wb", buffering=0) as file:
+        file.write(text.encode())
+        os.fsync(file.fileno())
+    new.rename(path)
+
+
+def sync(folder: Path) -> None:
+    """Flush the names in a folder to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -134,16 +232,7 @@ def named(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str, nn.
 def describe(
     optimizer: Optimizer, names: Mapping[int, str], prefix: str, tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """An optimizer as JSON, by the names of its parameters; its tensors go into ``tensors``.
-
-    >>> model, tensors = nn.Linear(2, 1, bias=False), {}
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    >>> model(torch.ones(2)).backward()
-    >>> optimizer.step()
-    >>> found = describe(optimizer, {id(model.weight): "weight"}, "optimizer/0", tensors)
-    >>> found["class"], found["groups"][0]["names"], tensors
-    ('torch.SGD', ['weight'], {'optimizer/0/weight/momentum_buffer': tensor([[1., 1.]])})
-    """
+    """An optimizer as JSON, by the names of its parameters; its tensors go into ``tensors``."""
     parameters, plain = named(optimizer, names), optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
     for number, values in plain["state"].items():
@@ -157,7 +246,7 @@ def describe(
         for key, value in values.items():
             what = f"{prefix}/{name}/{key}"
             if not isinstance(value, torch.Tensor):
-                rest[str(key)] = _packed(value, what)
+                rest[str(key)] = _without_tensors(value, what)
             elif is_sharded(parameter) and not is_sharded(value) and value.numel() > 1:
                 raise CheckpointError(
                     f"{what} is a plain tensor of shape {list(value.shape)} beside a parameter in "
@@ -166,21 +255,19 @@ def describe(
                 )
             else:
                 tensors[what] = value
-    groups = [
-        {
-            "names": [parameters[number][0] for number in group["params"]],
-            "options": {
-                key: _packed(value, f"{prefix}.{key}")
-                for key, value in group.items()
-                if key not in _NOT_OPTIONS
-            },
+    groups: list[dict[str, Any]] = []
+    for group in plain["param_groups"]:
+        options = {
+            key: _without_tensors(value, f"{prefix}.{key}")
+            for key, value in group.items()
+            if key not in _NOT_OPTIONS
         }
-        for group in plain["param_groups"]
-    ]
+        own = [parameters[number][0] for number in group["params"]]
+        groups.append({"names": own, "options": options})
     return {"class": kind_of(optimizer), "groups": groups, "state": state}
 
 
-def _packed(value: Any, what: str) -> Any:
+def _without_tensors(value: Any, what: str) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     found = packed(value, what, tensors)
     if tensors:
@@ -191,27 +278,25 @@ def _packed(value: Any, what: str) -> Any:
 class Saving:
     """One save, as this process sees it."""
 
-    def __init__(self, processes: Processes, home: Path, step: int, keep: int | None) -> None:
+    final = unfinished = Path()
+    """The folder of the save, once it is complete; and until then."""
+
+    def __init__(self, model: HeldModel, home: Path, step: int, keep: int | None) -> None:
         """``home`` is the folder of saves."""
-        self.processes, self.home, self._step, self._keep = processes, home, step, keep
-        self._file = f"rank-{processes.place:05d}.safetensors"
+        self.processes, self.home, self._step, self._keep = model.processes, home, step, keep
+        self._file = f"rank-{self.processes.place:05d}.safetensors"
         self._tensors: dict[str, torch.Tensor] = {}
         """The tensors that this process writes, or could write."""
-        self._shards: list[tuple[str, int]] = []
-        """What each of them is a shard of, and where; and its priority among processes."""
         self._part: dict[str, Any] = {}
         """This process's part of the manifest."""
-        self._lock: folders.FolderLock | None = None
+        self._lock: TextIO | None = None
         """On the first process, until the save is complete or has failed."""
-        self.final = Path()
-        """The folder of the save, once it is complete."""
-
-    @property
-    def _unfinished(self) -> Path:
-        return folders.unfinished(self.final)
 
     def begin(self, model: HeldModel, training: Training) -> tuple[list[tuple[str, int]], str]:
-        """Note all tensors and values of this process; the first one begins the folder."""
+        """List the tensors and values of this process; the first one begins the folder.
+
+        Returns of each tensor what it is a shard of, and where; and its priority among processes.
+        """
         wait(self.home, self.processes.place)
         if model.schedule is not None and model.schedule._runner.awaits_update():
             raise CheckpointError(
@@ -219,19 +304,7 @@ class Saving:
                 "does not hold them, so a resumed run would lack their update; save after "
                 "optimizer.step(), or call zero_grad() before"
             )
-        self._collect(model, training)
-        if not self.processes.place:
-            self.final, self._lock = folders.begin(self.home, self._step)
-        return self._shards, self.final.name
-
-    def _collect(self, model: HeldModel, training: Training) -> None:
-        rest = [] if self.processes.place else [Held(*each) for each in model.state.rest.items()]
-        held = [
-            Held(f"model/{name}", value, priority)
-            for name, value, priority in foremost((*rest, *model.held)).values()
-        ]
-        names = model.parameter_names()
-        states, own = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        names, states, own = model.parameter_names(), dict[str, Any](), dict[str, Any]()
         self._part = {
             "files": {},
             "tensors": {},
@@ -244,9 +317,13 @@ class Saving:
                 name: packed(value, name, own) for name, value in _values(model, training).items()
             },
         }
-        held += [Held(name, value) for name, value in states.items()]
-        held += [Held(f"values/{name}", value) for name, value in own.items()]
-        for name, whole, priority in held:
+        rest = [] if self.processes.place else [Held(*each) for each in model.state.rest.items()]
+        held = foremost((*rest, *model.held)).values()
+        tensors = [(f"model/{name}", value, priority) for name, value, priority in held]
+        tensors += [(name, value, 0) for name, value in states.items()]
+        tensors += [(f"values/{name}", value, 0) for name, value in own.items()]
+        shards: list[tuple[str, int]] = []
+        for name, whole, priority in tensors:
             tensor, region = shard_of(whole, name)
             require_writable(tensor, name)
             if tensor.numel() or 0 in whole.shape:
@@ -254,24 +331,42 @@ class Saving:
                 kind, shape = name_of(tensor.dtype), list(whole.shape)
                 self._part["tensors"][name] = {"dtype": kind, "shape": shape, "pieces": [piece]}
                 self._tensors[name] = tensor
-                self._shards.append((f"{name} {region.start}", priority))
+                shards.append((f"{name} {region.start}", priority))
+        if not self.processes.place:
+            self._make_folder()
+        return shards, self.final.name
+
+    def _make_folder(self) -> None:
+        self.home.mkdir(parents=True, exist_ok=True)
+        self._lock = lock(self.home)
+        for name in filter(_UNFINISHED.fullmatch, os.listdir(self.home)):  # of a killed process
+            shutil.rmtree(self.home / name, ignore_errors=True)
+        number = max((_number(save.name) for save in saves(self.home)), default=0) + 1
+        self._set_name(f"{number:06d}-step-{self._step}")
+        self.unfinished.mkdir()
+
+    def _set_name(self, name: str) -> None:
+        self.final, self.unfinished = self.home / name, self.home / f".{name}.saving"
 
     def agree(self, listed: list[tuple[list[tuple[str, int]], str]]) -> None:
         """Drop the tensors that other processes write, by what all have begun."""
-        self.final = self.home / listed[0][1]
+        self._set_name(listed[0][1])
         writer = writers([shards for shards, _ in listed])
-        for name, (shard, _) in zip(list(self._tensors), self._shards, strict=True):
+        own, _ = listed[self.processes.place]
+        for name, (shard, _) in zip(list(self._tensors), own, strict=True):
             if writer[shard] != self.processes.place:
                 del self._tensors[name], self._part["tensors"][name]
 
-    def _note_of(self, place: int) -> Path:
-        """The file with the part of a process, which is there once all of it is written."""
-        return self._unfinished / f"{place:05d}.part.json"
+    @property
+    def _notes(self) -> list[Path]:
+        """Of each process, the file with its part, which is there once all of it is written."""
+        count = prod(self.processes.sizes)
+        return [self.unfinished / f"{place:05d}.part.json" for place in range(count)]
 
     def _require_folder(self) -> None:
-        if not self._unfinished.is_dir():
+        if not self.unfinished.is_dir():
             raise CheckpointError(
-                f"{self._unfinished}, made by rank 0, is not here; pass the same folder on every "
+                f"{self.unfinished}, made by rank 0, is not here; pass the same folder on every "
                 "rank, on a disk that all hosts share"
             )
 
@@ -289,22 +384,39 @@ class Saving:
         """Write this process's part."""
         self._require_folder()
         if self._tensors:
-            self._part["files"][self._file] = write(self._unfinished / self._file, self._tensors)
-        folders.write_text(self._note_of(self.processes.place), json.dumps(self._part))
+            self._part["files"][self._file] = write(self.unfinished / self._file, self._tensors)
+        write_text(self._notes[self.processes.place], json.dumps(self._part))
 
     def finish(self) -> None:
-        """Merge the parts, when all are written; on the first process."""
-        if not self.processes.place:
-            notes = map(self._note_of, range(prod(self.processes.sizes)))
-            parts = [json.loads(note.read_bytes()) for note in notes]
-            folders.finish(self.final, sealed(merged(parts, self._step)), self._keep)
-            self.clear()
+        """Merge the parts, when all are written, and name the folder; on the first process."""
+        if self.processes.place:
+            return
+        parts = [json.loads(note.read_bytes()) for note in self._notes]
+        manifest = sealed(merged(parts, self._step))
+        for note in self._notes:
+            note.unlink()
+        write_text(self.unfinished / MANIFEST, manifest)
+        sync(self.unfinished)
+        self.unfinished.rename(self.final)
+        sync(self.home)
+        whole = 0
+        for save in saves(self.home) if self._keep is not None else ():
+            if whole < (self._keep or 0):  # saves that are not whole do not count
+                whole += _is_whole(save)
+            else:
+                removing = save.with_name(f".{save.name}.removing")
+                save.rename(removing)  # so that no part of a save looks like a save
+                shutil.rmtree(removing, ignore_errors=True)
+        self.clear()
 
     def clear(self) -> None:
-        """Remove what a save that has failed leaves, and release the folder."""
+        """Remove what a save that has failed leaves, and unlock the folder."""
         if self._lock is not None:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._lock.release()
+            if self.unfinished.name:
+                shutil.rmtree(self.unfinished, ignore_errors=True)
+            with suppress(OSError):  # of a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may have it open, too
+            self._lock.close()
             self._lock = None
 
     def run(self) -> None:
@@ -314,12 +426,10 @@ class Saving:
         if error is None:
             return
         _log.error("a background save has failed: %s", text_of(error))
-        try:  # to tell the first process; without disk space for it, it finds out later
-            (self._unfinished / self._file).unlink(missing_ok=True)
-            note = self._note_of(self.processes.place).with_suffix(".failed")
-            note.write_text(text_of(error, 4000))
-        except OSError:
-            pass
+        with suppress(OSError):  # without disk space for it, the first process finds out later
+            (self.unfinished / self._file).unlink(missing_ok=True)
+            failed = self._notes[self.processes.place].with_suffix(".failed")
+            failed.write_text(text_of(error, 4000))
         self.clear()
         raise error
 
@@ -327,9 +437,9 @@ class Saving:
         self.write()
         if self.processes.place:
             return
-        missing = [self._note_of(place) for place in range(prod(self.processes.sizes))]
+        missing = self._notes
         while missing := [note for note in missing if not note.exists()]:
-            for note in self._unfinished.glob("*.failed"):
+            for note in self.unfinished.glob("*.failed"):
                 raise CheckpointError(note.read_text(errors="replace"))
             for transport in self.processes.transports:
                 if isinstance(transport, Distributed) and transport.verdict is not None:
@@ -370,7 +480,7 @@ def save(
     step = require_whole("steps", step, least=0, most=MOST_STEPS)
     processes = model.processes
     # The program may change its folder while this is written.
-    saving = Saving(processes, folder.resolve(), step, keep)
+    saving = Saving(model, folder.resolve(), step, keep)
     try:
         with guarded(processes.transports[0], "save()") as call:
             model.arrive(call)
@@ -379,7 +489,9 @@ def save(
             what = f"write {saving.final}"
             if async_save:
                 processes.everywhere(saving.copy, what, call)
-                _start(saving)
+                thread = ThreadPoolExecutor(1, "taktline save")  # at its end, Python waits for it
+                _running[saving.home, processes.place] = thread.submit(saving.run)
+                thread.shutdown(wait=False)
             else:
                 processes.everywhere(saving.write, what, call)
                 processes.everywhere(saving.finish, what, call)
@@ -391,13 +503,6 @@ def save(
 
 _running: dict[tuple[Path, int], Future[None]] = {}
 """Saves that are being written, by folder and process."""
-
-
-def _start(saving: Saving) -> None:
-    """Write a save in the background."""
-    thread = ThreadPoolExecutor(1, "taktline save")  # at its end, Python waits for it
-    _running[saving.home, saving.processes.place] = thread.submit(saving.run)
-    thread.shutdown(wait=False)
 
 
 def wait(folder: Path, place: int = 0) -> None:

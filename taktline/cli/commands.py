@@ -11,7 +11,6 @@ import typer
 from taktline import plan as plans
 from taktline.cli.options import (
     MEMORY,
-    NARROW,
     OUTPUT,
     Colour,
     Json,
@@ -139,7 +138,9 @@ def show(
     times: Times,
     predict: Predict = False,
     output: Path | None = typer.Option(
-        None, *OUTPUT, help="Write to this file: .svg, .html (interactive) or .json (for Perfetto)."
+        None,
+        *OUTPUT,
+        help="Write to this file: .svg, .html (a page), .csv or .json (for Perfetto).",
     ),
     by: By = typer.Option(By.time, help="Columns: time draws to scale, step every action."),
     width: int | None = typer.Option(
@@ -162,7 +163,11 @@ def show(
     """
     timelines = times.timelines(targets, predict=predict)
     if output is not None:
-        _draw(timelines, output, width)
+        if output.suffix.lower() == ".json":
+            write_text(output, to_trace(timelines))
+        else:
+            save(timelines, output, width=width)
+        typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")
         return
     screen = console(colour)
     painted = screen.color_system is not None and not screen.no_color
@@ -172,19 +177,6 @@ def show(
         parts = [grid(timeline.plan, width, colour=painted) for timeline in timelines]
         parts.append(legend(colour=painted))
     typer.echo("\n".join(parts), color=True)
-
-
-def _draw(timelines: list[Timeline], output: Path, width: int | None) -> None:
-    ending = output.suffix.lower()
-    if ending == ".json":
-        write_text(output, to_trace(timelines))
-    elif ending in (".svg", ".html"):
-        save(timelines, output, width=width)
-    else:
-        raise ArgumentError(
-            f"drawings are .svg, .html or .json (for Perfetto), not {ending or output.name!r}"
-        )
-    typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")
 
 
 def simulate(
@@ -239,9 +231,6 @@ def _print_ranks(timeline: Timeline, screen: Console) -> None:
         }
         for rank in range(plan.ranks)
     ]
-    if screen.width < NARROW:
-        for row in rows:
-            del row["span"], row["utilisation"]
     microbatches = counted(plan.microbatches, "micro-batch")
     screen.print(rich_table(rows, title=f"{plan.name}: {plan.placement}, {microbatches}"))
     unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
@@ -317,9 +306,6 @@ def _print_schedules(figures: list[dict[str, Any]], unit: str, screen: Console) 
         }
         for of in figures
     ]
-    if screen.width < NARROW:
-        for row in rows:
-            del row["stages/rank"], row["by span"]
     sizes = {(of["ranks"], of["microbatches"]) for of in figures}
     titles = [f"{counted(r, 'rank')}, {counted(m, 'micro-batch')}" for r, m in sizes]
     title = titles[0] if len(titles) == 1 else None

@@ -192,7 +192,7 @@ class Tour:
                 if round_:  # the first one learns the shapes
                     timelines.append(trace.timeline)
         schedules = [
-            MeasuredSchedule(pipe.plan, ran, apart=not self.local)
+            MeasuredSchedule(pipe.plan, ran, separate=not self.local)
             for pipe, ran in zip(pipes, measured, strict=True)
         ]
         self._console.print(rich_table([schedule.row() for schedule in schedules], ["schedule"]))
@@ -217,14 +217,14 @@ class MeasuredSchedule:
 
     plan: Plan
     measured: Sequence[Timeline]
-    apart: bool
+    separate: bool
     """Whether the ranks ran at the same time. If they took turns, in one thread, the step is
     predicted from how long each action took."""
 
     @cached_property
     def rounds(self) -> list[Timeline]:
         """The steps, as measured or as predicted."""
-        if self.apart:
+        if self.separate:
             return list(self.measured)
         return [simulate(self.plan, durations(timeline)) for timeline in self.measured]
 
@@ -252,7 +252,7 @@ class MeasuredSchedule:
             "stages": str(self.plan.stages),
             "step/ms": f"{self.middle.makespan:.0f}",
             "±": f"{self.noise:.0f}",
-            "predicted": f"{predicted:.0f}" if self.apart else "–",
+            "predicted": f"{predicted:.0f}" if self.separate else "–",
             "bubble": f"{self.middle.bubble():.1%}",
             "in flight": f"{self.in_flight:g}",
         }
@@ -278,7 +278,7 @@ def conclusion(schedules: Sequence[MeasuredSchedule]) -> str:
         "step: the median of rounds in which they took turns; ±: half of them were as near to it; "
         "predicted:\nby the simulator, from the measured costs; bubble: of that step, as on the "
         "page; in flight: the\nmicro-batches that a rank keeps at once."
-        if fastest.apart
+        if fastest.separate
         else "These ranks share a thread, so step and bubble are those that the simulator "
         "predicts for a process\neach, from how long each action took. In flight: the "
         "micro-batches that a rank keeps at once."

@@ -1,23 +1,18 @@
-"""What ``taktline doctor`` examines: versions, devices, links, and a step of a tiny pipeline.
-
-Ranks that a launcher has started meet at a store, where those that do not arrive are missed by
-their numbers. Every wait has an end.
-"""
+"""What ``taktline doctor`` examines: versions, devices, links, and a step of a tiny pipeline."""
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import platform
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import combinations
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy
@@ -36,8 +31,8 @@ from taktline.text import by_rank, counted
 from taktline.train import Pipeline
 from taktline.transport import Channel, Transport, local, transport_of
 
-_GRACE = 5.0
-"""How much longer the doctor waits than torch, whose errors say more."""
+_GRACE = 2.0
+"""Seconds in which rank 0 prints what has failed."""
 _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "bold red")}
 _SCHEDULE = "zbv"
 _LARGE = 4 << 20
@@ -84,17 +79,15 @@ class Report:
 
 
 class Meeting:
-    """The store where ranks meet before there is a process group."""
+    """The store where ranks meet before there is a process group, so that it can name who lacks."""
 
     def __init__(self, timeout: float) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        self.timeout = timeout
-        self.begin("looking for the other ranks")
+        self.timeout, self.doing = timedelta(seconds=timeout), "looking for the other ranks"
         try:
             # As if alone, because rank 0 would wait here for others that it could not name.
-            limit = timedelta(seconds=timeout)
-            store, _, _ = next(rendezvous("env://", world_size=1, timeout=limit))
+            store, _, _ = next(rendezvous("env://", world_size=1, timeout=self.timeout))
         except (RuntimeError, ValueError) as error:
             raise TransportError(
                 f"rank {self.rank} cannot reach {self.address} within {timeout:g} s; see whether "
@@ -104,29 +97,14 @@ class Meeting:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = PrefixStore(f"taktline doctor {attempt}", store)
 
-    def begin(self, doing: str) -> None:
-        """Begin a phase. If it does not end, this process does, and prints where it was."""
-        self.doing = doing
-        faulthandler.dump_traceback_later(2 * self.timeout + _GRACE, exit=True)
-
-    def share(self, what: str, value: Any, timeout: float | None = None) -> list[Any]:
+    def share(self, what: str, value: Any) -> list[Any]:
         """Share a value; returns those of all ranks that have come in time."""
         keys = [f"{what} {rank}" for rank in range(self.size)]
-        try:
-            self.store.set(keys[self.rank], json.dumps(value))
-            with suppress(dist.DistStoreError):  # one is missing
-                self.store.wait(keys, timedelta(seconds=timeout or self.timeout))
-            there = [key for key in keys if self.store.check([key])]
-            return [loads(self.store.get(key), what=f"the {key}") for key in there]
-        except RuntimeError:
-            told = f"rank {self.rank} has lost {self.address}, where the ranks meet"
-            raise TransportError(f"{told}; see what rank 0 says") from None
-
-    def part(self) -> None:
-        """Wait for the others: launchers end all ranks with the first, and rank 0 has to print."""
-        self.begin("parting")
-        with suppress(TransportError):
-            self.share("done", None, _GRACE if self.rank == 0 else self.timeout + _GRACE)
+        self.store.set(keys[self.rank], json.dumps(value))
+        with suppress(dist.DistStoreError):  # one is missing
+            self.store.wait(keys, self.timeout)
+        there = [key for key in keys if self.store.check([key])]
+        return [loads(self.store.get(key), what=f"the {key}") for key in there]
 
 
 def examine(backend: str | None, meeting: Meeting) -> Report:
@@ -138,34 +116,38 @@ def examine(backend: str | None, meeting: Meeting) -> Report:
         number = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         device = torch.device("cuda", number)
         torch.cuda.set_device(device)
-    report = Report(backend, meeting.share("facts", describe(meeting.rank, backend, device)))
-    missing = set(range(meeting.size)) - {facts["rank"] for facts in report.ranks}
-    if missing:
-        text = f"{_of(missing)} of {meeting.size} did not arrive within {meeting.timeout:g} s"
-        advice = "see whether the launcher has started them, what they say, and whether "
-        advice += f"{meeting.address} can be reached from there; --timeout waits longer"
-        report.add("ranks", "failed", text, advice)
-    elif check_devices(report):
-        try:
+    report = Report(backend, [])
+    try:
+        report.ranks = meeting.share("facts", describe(meeting.rank, backend, device))
+        missing = set(range(meeting.size)) - {facts["rank"] for facts in report.ranks}
+        if missing:
+            limit = meeting.timeout.total_seconds()
+            text = f"{_of(missing)} of {meeting.size} did not arrive within {limit:g} s"
+            advice = "see whether the launcher has started them, what they say, and whether "
+            advice += f"{meeting.address} can be reached from there; --timeout waits longer"
+            report.add("ranks", "failed", text, advice)
+        elif check_devices(report):
             _examine_together(report, meeting, device)
-        except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            text = f"broke on rank {meeting.rank} while {meeting.doing}: {reason}"
-            advice = "see what the other ranks say, and whether every host can reach every other "
-            advice += "one (firewalls, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
-            report.add("connection", "failed", text, advice)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        text = f"broke on rank {meeting.rank} while {meeting.doing}: {reason}"
+        advice = "see what the other ranks say, and whether every host can reach every other "
+        advice += "one (firewalls, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+        report.add("connection", "failed", text, advice)
+    if meeting.rank and report.count("failed"):
+        time.sleep(_GRACE)  # launchers end all ranks with the first, and rank 0 has to print
     return report
 
 
 def _examine_together(report: Report, meeting: Meeting, device: torch.device) -> None:
-    meeting.begin("making a process group")
-    store, limit = PrefixStore("group", meeting.store), timedelta(seconds=meeting.timeout)
+    meeting.doing = "making a process group"
     ranks: dict[str, Any] = {"rank": meeting.rank, "world_size": meeting.size}
+    ranks |= {"store": PrefixStore("group", meeting.store), "timeout": meeting.timeout}
     ranks["device_id"] = device if device.type == "cuda" else None
-    dist.init_process_group(report.backend, store=store, timeout=limit, **ranks)
-    meeting.begin("measuring links")
+    dist.init_process_group(report.backend, **ranks)
+    meeting.doing = "measuring links"
     check_links(report, meeting.share("links", measure(transport_of(None, device), device)))
-    meeting.begin("running a pipeline")
+    meeting.doing = "running a pipeline"
     check_pipeline(report, device)
     dist.destroy_process_group()
 
@@ -207,27 +189,25 @@ def check_devices(report: Report) -> bool:
         same = len(set(facts[name])) == 1
         advice = "" if same else "install the same version everywhere"
         report.add(name, "ok" if same else bad, by_rank(facts[name]), advice)
-    gpus, nccl = facts["gpu"], report.backend == "nccl"
+    gpus, ids, nccl = facts["gpu"], facts["gpu_id"], report.backend == "nccl"
     without = {rank for rank, gpu in enumerate(gpus) if gpu is None}
-    shared = {rank for rank, gpu in enumerate(facts["gpu_id"]) if facts["gpu_id"].count(gpu) > 1}
-    verdict, text = "failed", by_rank(facts["backend"])
+    shared = {rank for rank, gpu in enumerate(ids) if ids.count(gpu) > 1}
     if len(set(facts["backend"])) > 1:
-        advice = "the ranks disagree: choose one with --backend"
+        found = "failed", by_rank(facts["backend"]), "choose one with --backend on every rank"
     elif nccl and without:
-        text = f"nccl needs GPUs, and torch finds none on {_of(without)}"
         advice = "install a torch with CUDA there and see nvidia-smi, or use --backend gloo"
+        found = "failed", f"nccl needs GPUs, and torch finds none on {_of(without)}", advice
     elif nccl and shared:
-        text, advice = f"{_of(shared)} share GPUs", "use one GPU per rank; nccl cannot share them"
+        found = "failed", f"{_of(shared)} share GPUs, which nccl cannot", "use one GPU per rank"
     elif len(set(gpus)) > 1:
-        verdict, text = "warning", by_rank(gpus)
-        advice = "cut the model so that slower ranks get less of it"
+        found = "warning", by_rank(gpus), "cut the model so that slower ranks get less of it"
     elif report.backend == "gloo" and any(facts["gpus"]):
-        verdict, text = "warning", "gloo: GPUs are there, but only the CPUs were checked"
         advice = "start a rank for each GPU (with --backend nccl if you start them here)"
+        found = "warning", "gloo: GPUs are there, but only the CPUs were checked", advice
     else:
-        verdict, text, advice = "ok", f"{report.backend}, on {gpus[0] or 'CPU'}", ""
-    report.add("devices", verdict, text, advice)
-    return verdict != "failed"
+        found = "ok", f"{report.backend}, on {gpus[0] or 'CPU'}"
+    report.add("devices", *found)
+    return found[0] != "failed"
 
 
 def _of(ranks: set[int]) -> str:
@@ -250,9 +230,9 @@ def measure(transport: Transport, device: torch.device) -> list[dict[str, Any]]:
             # The first message of each size connects, and warms up.
             small = [_round_trip(transport, there, back, 16, device) for _ in range(26)][1:]
             large = [_round_trip(transport, there, back, _LARGE, device) for _ in range(4)][1:]
-            latency, time = (median(time for time, _ in trips) / 2 for trips in (small, large))
+            latency, long = (median(took for took, _ in trips) / 2 for trips in (small, large))
             intact = all(good for _, good in small + large)
-            rate = _LARGE / max(time - latency, 1e-9)
+            rate = _LARGE / max(long - latency, 1e-9)
             link = {"ranks": there[:2], "latency": latency, "bandwidth": rate, "intact": intact}
             links += [link] * (transport.rank == there.sender)
     return links
@@ -264,7 +244,7 @@ def _round_trip(
     """How long a message takes there and back, and whether it comes back unchanged."""
     message = torch.full((size,), 7, dtype=torch.uint8, device=device)
     echo = torch.zeros_like(message)
-    begin = perf_counter()
+    begin = time.perf_counter()
     if transport.rank == there.receiver:
         transport.receiver(there)(echo).wait()
         transport.sender(back)(echo).wait()
@@ -272,7 +252,7 @@ def _round_trip(
     transport.sender(there)(message).wait()
     transport.receiver(back)(echo).wait()
     intact = bool((echo[:: size // 8] == 7).all())  # which waits for a GPU
-    return perf_counter() - begin, intact
+    return time.perf_counter() - begin, intact
 
 
 def check_links(report: Report, measured: Sequence[list[dict[str, Any]]]) -> None:

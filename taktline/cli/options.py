@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-NARROW = 72
-"""On terminals with fewer columns, tables show only the most important columns."""
-
 OUTPUT = ("--output", "-o")
 
 MEMORY = "memory: peak activations on a rank, counted in micro-batches"

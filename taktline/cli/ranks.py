@@ -107,27 +107,21 @@ def doctor(
         raise typer.Exit(launch(ranks or 2, words, patience=timeout + 20.0))
     # Set before torch is loaded: the doctor reports failures itself, without C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from taktline.cli.doctor import Meeting, Report, examine, examine_local
+    from taktline.cli.doctor import Meeting, examine, examine_local
 
-    def tell(report: Report) -> None:
+    if local:
+        report = examine_local(ranks or 2)
+    else:
+        try:
+            report = examine(backend, Meeting(timeout))
+        except TransportError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+    if local or os.environ["RANK"] == "0":
         echo_json(report.to_dict()) if json else report.show()
         if output is not None:
             write_text(output, dumps(report.to_dict(), indent=2) + "\n")
             typer.echo(f"{output}: the findings", err=json)
-
-    if local:
-        report = examine_local(ranks or 2)
-        tell(report)
-    else:
-        try:
-            meeting = Meeting(timeout)
-            report = examine(backend, meeting)
-        except TransportError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from None
-        if meeting.rank == 0:
-            tell(report)
-        meeting.part()
     if report.count("failed"):
         raise typer.Exit(1)
 

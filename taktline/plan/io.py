@@ -29,9 +29,14 @@ from taktline.plan.plan import MOST_RANKS, Level, Placement, Plan
 from taktline.plan.timeline import Timeline
 
 _FORMAT, _TIMELINE_FORMAT, _VERSION = "taktline-plan", "taktline-timeline", 1
-_PLAN = {"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str}
 _COLUMN = [[float]]
-_TIMES = {"start": _COLUMN, "end": _COLUMN, "arrival": Either(None, _COLUMN), "measured": bool}
+_FIELDS = {
+    **{"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str},
+    **{"start": _COLUMN, "end": _COLUMN, "arrival": Either(None, _COLUMN), "measured": bool},
+    "costs": Either(None, {str: object}),
+}
+_BY_DEFAULT: dict[str, Any] = {"start": [], "end": [], "measured": False}
+_LEVELS = {level.name.lower(): level for level in Level}
 _WAIT = re.compile(r"[0-9]+WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)")
 
 
@@ -103,13 +108,11 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     data = _fields(_read_text(path), path)
     if data["format"] != _TIMELINE_FORMAT:
         raise PlanFileError(path, "holds a plan and no times; taktline.plan.read reads it")
-    plan = _plan(data, path)
-    times = _take({"measured": False, **data}, _TIMES, path)
-    columns: dict[str, Any] = {"arrival": None}
+    plan, columns = _plan(data, path), dict[str, Any]()
     for name in ("start", "end", "arrival"):
-        parts = times[name]
-        if parts is None:
+        if name == "arrival" and data[name] is None:
             continue
+        parts = data[name]
         if [len(part) for part in parts] != np.diff(plan.offsets).tolist():
             raise PlanFileError(path, f"{name} must have a number for each action of each rank")
         try:
@@ -118,9 +121,9 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
             raise PlanFileError(path, f"{name} holds a number that is too large") from None
     if (columns["end"] < columns["start"]).any():
         raise PlanFileError(path, "an action ends before it starts")
+    costs = _costs(data, path) or Costs()
     with _errors_of(path):
-        costs = _costs(data, path) or Costs()
-        return Timeline(plan, costs=costs, measured=times["measured"], **columns)
+        return Timeline(plan, costs=costs, measured=data["measured"], **columns)
 
 
 def is_timeline(path: str | os.PathLike[str]) -> bool:
@@ -130,12 +133,7 @@ def is_timeline(path: str | os.PathLike[str]) -> bool:
 
 
 def to_csv(plan: Plan) -> str:
-    """A plan as CSV text.
-
-    >>> from taktline.plan import build
-    >>> to_csv(build("gpipe", ranks=2, microbatches=1))
-    '0F0,0B0\\r\\n1F0,1B0\\r\\n'
-    """
+    """A plan as CSV text."""
     require_instance("plan", plan, Plan)
     text = io.StringIO()
     csv.writer(text).writerows(plan[rank] for rank in range(plan.ranks))
@@ -198,47 +196,37 @@ def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
 
 
 def _plan(data: dict[str, Any], path: Path) -> Plan:
-    fields = _take(data, _PLAN, path)
-    rows, level = fields["ranks"], fields["level"]
+    rows, level = data["ranks"], data["level"]
+    if level not in _LEVELS:
+        raise PlanFileError(path, f"level is one of {', '.join(_LEVELS)}, not {shown(level)}")
     if len(rows) > MOST_RANKS:
         raise PlanFileError(path, f"a plan has at most {MOST_RANKS:,} ranks, not {len(rows):,}")
     ranks = [list(_actions(row, path, rank)) for rank, row in enumerate(rows, start=1)]
-    levels = {level.name.lower(): level for level in Level}
-    if level not in levels:
-        raise PlanFileError(path, f"level is one of {', '.join(levels)}, not {shown(level)}")
     with _errors_of(path):
-        placement = Placement.custom(fields["placement"], len(ranks))
-        number, name = fields["microbatches"], fields["origin"]
-        return Plan.from_actions(ranks, placement, number, level=levels[level], name=name)
+        placement = Placement.custom(data["placement"], len(ranks))
+        number, name = data["microbatches"], data["origin"]
+        return Plan.from_actions(ranks, placement, number, level=_LEVELS[level], name=name)
 
 
 def _costs(data: dict[str, Any], path: Path) -> Costs | None:
-    if data.get("costs") is None:
-        return None
     with _errors_of(path, "costs: "):
-        return Costs.from_dict(_take(data, {"costs": {str: object}}, path)["costs"])
+        return None if data["costs"] is None else Costs.from_dict(data["costs"])
 
 
 def _fields(text: str, path: Path) -> dict[str, Any]:
     """The fields of a file, of a format and a version that are known here."""
     with _errors_of(path):
         data = conform(loads(text, what=str(path)), {str: object}, what=str(path))
-    if data.get("format") not in (_FORMAT, _TIMELINE_FORMAT):
-        raise PlanFileError(path, f'not a plan: expected "format": "{_FORMAT}"')
-    version = data.get("version")
-    if type(version) is not int or version != _VERSION:
-        raise PlanFileError(
-            path,
-            f"has version {shown(version)} of the format, but this program reads "
-            f"version {_VERSION}; use the Taktline that wrote it, or write it as CSV there",
-        )
-    return data
-
-
-def _take(data: dict[str, Any], shape: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Some of the fields of a file, if they have this shape."""
-    with _errors_of(path):
-        return conform({name: data.get(name) for name in shape}, shape, what=str(path))
+        if data.get("format") not in (_FORMAT, _TIMELINE_FORMAT):
+            raise PlanError(f'not a plan: expected "format": "{_FORMAT}"')
+        version = data.get("version")
+        if type(version) is not int or version != _VERSION:
+            raise PlanError(
+                f"has version {shown(version)} of the format, but this program reads "
+                f"version {_VERSION}; use the Taktline that wrote it, or write it as CSV there"
+            )
+        fields = {name: data.get(name, _BY_DEFAULT.get(name)) for name in _FIELDS}
+        return {**conform(fields, _FIELDS, what=str(path)), "format": data["format"]}
 
 
 def _actions(cells: Iterable[str], path: Path, row: int) -> Iterator[Action | Overlap]:

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any
 
-from taktline.checks import known_keywords, require_iterable, require_whole, shown
+from taktline.checks import known_keywords, require_iterable, require_number, require_whole
 from taktline.errors import CostError, PartitionError
 from taktline.plan.action import LARGEST
 from taktline.text import counted, table
@@ -187,16 +187,8 @@ def _exact(name: str, values: Iterable[float]) -> tuple[list[int], int]:
 
 def _number(what: str, value: Any) -> Fraction:
     """A number as an exact fraction; raises unless it is finite and from 0 up."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        # NumPy's integers have no ratio of their own.
-        exact = Fraction(*(int(value) if isinstance(value, Integral) else value).as_integer_ratio())
-    except (TypeError, ValueError, OverflowError, AttributeError):
-        exact = Fraction(-1)
-    if exact < 0:
-        raise CostError(f"{what} must be a number from 0 up, not {shown(value)}")
-    return exact
+    number = require_number(what, value, least=0, error=CostError)
+    return Fraction(int(value) if isinstance(value, Integral) else number)
 
 
 def _stages(stages: int, layers: int) -> int:

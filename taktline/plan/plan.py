@@ -60,17 +60,15 @@ class Placement:
 
     def __post_init__(self) -> None:
         ranks = _count("ranks", self.ranks, MOST_RANKS)
-        rank_of = tuple(require_iterable("rank_of", self.rank_of, error=PlanError))
+        rank_of = _numbers(self.rank_of)
         _count("the number of stages", len(rank_of), MOST_STAGES)
         held: list[list[int]] = [[] for _ in range(ranks)]
         for stage, rank in enumerate(rank_of):
-            if type(rank) is not int:
-                rank = require_whole(f"rank_of[{stage}]", rank, error=PlanError)
             if not 0 <= rank < ranks:
                 raise PlanError(f"stage {stage} is placed on rank {rank} of {ranks}")
             held[rank].append(stage)
         object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "rank_of", tuple(map(int, rank_of)))
+        object.__setattr__(self, "rank_of", rank_of)
         object.__setattr__(self, "_held", tuple(map(tuple, held)))
 
     @classmethod
@@ -95,9 +93,8 @@ class Placement:
     @classmethod
     def custom(cls, rank_of: Sequence[int], ranks: int | None = None) -> Placement:
         """Any mapping; by default there are as many ranks as it mentions."""
-        given = enumerate(require_iterable("rank_of", rank_of, error=PlanError))
-        numbers = [require_whole(f"rank_of[{stage}]", r, error=PlanError) for stage, r in given]
-        return cls(tuple(numbers), max([0, *numbers]) + 1 if ranks is None else ranks)
+        numbers = _numbers(rank_of)
+        return cls(numbers, max((0, *numbers)) + 1 if ranks is None else ranks)
 
     @property
     def stages(self) -> int:
@@ -141,6 +138,13 @@ class Placement:
 
 def _count(name: str, number: int, most: int) -> int:
     return require_whole(name, number, least=1, most=most, error=PlanError)
+
+
+def _numbers(rank_of: Iterable[int]) -> tuple[int, ...]:
+    return tuple(
+        rank if type(rank) is int else require_whole(f"rank_of[{stage}]", rank, error=PlanError)
+        for stage, rank in enumerate(require_iterable("rank_of", rank_of, error=PlanError))
+    )
 
 
 class Level(IntEnum):
@@ -190,9 +194,7 @@ class Plan:
     ) -> None:
         rows_by_rank = require_instances("rows_by_rank", rows_by_rank, Rows, error=PlanError)
         require_instance("placement", placement, Placement, error=PlanError)
-        microbatches = require_whole(
-            "microbatches", microbatches, least=1, most=LARGEST, error=PlanError
-        )
+        microbatches = _count("microbatches", microbatches, LARGEST)
         if level is not None:
             require_instance("level", level, Level, error=PlanError)
         require_text("name", name, PlanError)
@@ -235,15 +237,14 @@ class Plan:
         By default, a stage is on the rank that first computes it, and the micro-batches go up to
         the highest number in the actions.
         """
-        ranks = [
-            require_iterable(f"actions[{rank}]", texts, "a list of actions", PlanError)
-            for rank, texts in enumerate(
-                require_iterable("actions", actions, "a list of actions a rank", PlanError)
-            )
-        ]
+        ranks = require_iterable("actions", actions, "a list of actions a rank", PlanError)
         if len(ranks) > MOST_RANKS:
             raise PlanError(f"a plan has at most {MOST_RANKS:,} ranks, not {len(ranks):,}")
-        rows = [Rows.from_actions(map(_as_action, rank)) for rank in ranks]
+        listed = (
+            require_iterable(f"actions[{rank}]", texts, "a list of actions", PlanError)
+            for rank, texts in enumerate(ranks)
+        )
+        rows = [Rows.from_actions(map(_as_action, texts)) for texts in listed]
         if not any(map(len, rows)):
             raise PlanError("a plan without actions: pass at least one forward")
         if placement is None:
@@ -304,13 +305,6 @@ class Plan:
 
         ``.csv`` and ``.json`` hold the plan, as :func:`taktline.plan.write` does; ``.html``
         and ``.svg`` draw it as it runs if all stages take equally long.
-
-        >>> from tempfile import TemporaryDirectory
-        >>> from taktline.plan import build, read
-        >>> plan = build("1f1b", ranks=2, microbatches=2)
-        >>> with TemporaryDirectory() as folder:
-        ...     read(plan.save(f"{folder}/plan.csv")) == plan
-        True
         """
         return render().save_plan(self, path)
 

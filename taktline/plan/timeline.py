@@ -270,12 +270,6 @@ class Timeline:
 
         ``.html`` is a page to explore, ``.svg`` a picture, ``.csv`` has a line for each action, and
         ``.json`` is what ``read_timeline`` reads.
-
-        >>> from tempfile import TemporaryDirectory
-        >>> from taktline.plan import build, simulate
-        >>> with TemporaryDirectory() as folder:
-        ...     simulate(build("1f1b", ranks=4, microbatches=8)).save(f"{folder}/step.svg").name
-        'step.svg'
         """
         return render().save([self], path)
 
@@ -299,13 +293,7 @@ class Timeline:
         return render().to_svg([self], width=width)
 
     def to_html(self, *others: Timeline) -> str:
-        """A page to explore, alone or beside others; see :func:`taktline.render.html.to_html`.
-
-        >>> from taktline.plan import build, simulate
-        >>> page = simulate(build("1f1b", ranks=4, microbatches=8)).to_html()
-        >>> page[:15]
-        '<!doctype html>'
-        """
+        """A page to explore, alone or beside others; see :func:`taktline.render.html.to_html`."""
         return render().to_html([self, *require_instances("others", others, Timeline)])
 
     def to_trace(self) -> str:
@@ -451,15 +439,11 @@ def stragglers(
 def _by_work(plan: Plan, work: Costs, kind: Kind, spent: FloatArray) -> FloatArray:
     """The time of each stage at the pace of the other ranks, in the median of their stages."""
     amount = work.of("forward" if kind is Kind.F else "backward", plan.stages)
+    pace = np.full(plan.stages, np.nan)
+    np.divide(spent, amount, out=pace, where=amount > 0)
     rank = np.array(plan.placement.rank_of)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        pace = np.where(amount > 0, spent / amount, np.nan)
-    expected = np.full(plan.stages, np.nan)
-    for stage in range(plan.stages):
-        others = pace[(rank != rank[stage]) & ~np.isnan(pace)]
-        if len(others):
-            expected[stage] = amount[stage] * np.median(others)
-    return expected
+    others = np.where(rank[:, None] != rank, pace, np.nan)
+    return amount * known_medians(others, axis=1)
 
 
 def _medians(timelines: Sequence[Timeline], kind: Kind, stages: int) -> FloatArray:

@@ -7,7 +7,6 @@ It loads nothing else.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from html import escape
@@ -71,8 +70,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 def _columns(timeline: Timeline) -> dict[str, Any]:
     """The rows that are drawn, rank after rank: all that compute, and what else takes time.
 
-    The two rows of an overlapped pair are one. Times are whole numbers of a small enough unit: each
-    start counted from the end of what is drawn before it on the rank, and how long it lasts.
+    The two rows of an overlapped pair are one.
     """
     plan, rows = timeline.plan, timeline.plan.rows
     second = rows.second_of_pair()
@@ -81,34 +79,20 @@ def _columns(timeline: Timeline) -> dict[str, Any]:
     # A row that is not drawn counts to the one before it, and so does the second of a pair.
     item_of_row = np.cumsum(drawn) - 1
     last = item + rows.joined[item]
-    offsets = np.searchsorted(item, plan.offsets)
-
-    decimals = _decimals(timeline, item)
-    start, end = (
-        np.rint(times * 10.0**decimals).astype(np.int64) for times in (timeline.start, timeline.end)
-    )
-    first_of_rank = offsets[:-1][np.diff(offsets) > 0]
-    gap = start[item].copy()
-    gap[1:] -= end[item[:-1]]
-    gap[first_of_rank] = start[item[first_of_rank]]
-
     source, late = _sources(timeline, item, drawn | second)
-    held_by = np.where(source >= 0, item_of_row[source], -1)
     during, after = memory_curve(plan, timeline.costs)
     critical = [row for row in timeline.critical_rows() if drawn[row] or second[row]]
     pairs = np.flatnonzero(rows.joined[item])
     partner = item[pairs] + 1
     return {
-        "decimals": decimals,
-        "offsets": offsets.tolist(),
+        "offsets": np.searchsorted(item, plan.offsets).tolist(),
         "kind": rows.kind[item].tolist(),
         "stage": rows.stage[item].tolist(),
         "microbatch": rows.microbatch[item].tolist(),
-        "gap": gap.tolist(),
-        "lasts": (end - start)[item].tolist(),
-        # Mostly 1, for the one before on the rank; 0 where nothing held it up.
-        "held": np.where(held_by >= 0, np.arange(len(item)) - held_by, 0).tolist(),
-        "late": np.rint(late * 10.0**decimals).astype(np.int64).tolist() if late.any() else None,
+        "start": _numbers(timeline.start[item]),
+        "lasts": _numbers((timeline.end - timeline.start)[item]),
+        "held": np.where(source >= 0, item_of_row[source], -1).tolist(),
+        "late": _numbers(late) if late.any() else None,
         "during": _numbers(during[last]),
         "after": _numbers(after[last]),
         "pairs": {
@@ -136,22 +120,6 @@ def _sources(timeline: Timeline, item: IntArray, drawn: BoolArray) -> tuple[IntA
     while (skip := (source >= 0) & ~drawn[source]).any():
         source = np.where(skip, timeline.held_by[source], source)
     return source, np.maximum(late, 0.0)
-
-
-def _decimals(timeline: Timeline, item: IntArray) -> int:
-    """The decimals of exact times; at most 7 digits, or 4 for the shortest action."""
-    longest = timeline.makespan
-    if longest <= 0:
-        return 0
-    lasting = (timeline.end - timeline.start)[item]
-    shortest = float(lasting[lasting > 0].min(initial=longest))
-    digits = math.floor(math.log10(longest))
-    most = min(max(6 - digits, 3 - math.floor(math.log10(shortest))), 14 - digits)
-    times = np.concatenate([timeline.start[item], timeline.end[item]])
-    for decimals in range(max(most, 0)):
-        if np.abs(np.round(times, decimals) - times).max() <= 1e-9 * longest:
-            return decimals
-    return max(most, 0)
 
 
 def _numbers(values: FloatArray) -> list[float]:

@@ -1,72 +1,61 @@
-"""Agreement among ranks: what each says of its step, and the first difference.
+"""Agreement among ranks: what each says of its call, and the first difference.
 
 Ranks share one record before a step and one at its end. If a rank has an error, all ranks raise it;
-otherwise the first field in which records differ is named by a table.
-
-With run_ahead a step like the one before needs no exchange: every rank gets the whole batch, so
-that all know its kind. At the end each rank posts its record and goes on; the records of a step are
-read before the next but one::
-
-    waiting      rank 0   F F F F I I W I W I W W         │ F F …
-                 rank 1     F F F I F I W I W I W W       │   F …       all ranks end together
-                 rank 2       F F I F I F I W I W W W     │     …
-
-    run_ahead    rank 0   F F F F I I W I W I W W F F …
-                 rank 1     F F F I F I W I W I W W F …
-                 rank 2       F F I F I F I W I W W W …
+otherwise the first field in which records differ is named by a table. What takes longer to say, as
+before a first step and when a pipeline is built, is compared as a blueprint: a list of texts, of
+which the records have a digest.
 """
 
 from __future__ import annotations
 
-import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from typing import Any, NamedTuple, TypeVar, cast
 
-import torch.distributed as dist
+from torch import nn
 
 from taktline.errors import BatchError, MismatchError, StageError, TaktlineError, text_of
-from taktline.runtime.losses import LossRelay, RelayedLosses, losses_as_numbers, put_losses
+from taktline.plan import Plan
+from taktline.runtime.fingerprint import digest_of
+from taktline.runtime.losses import LossRelay, losses_as_numbers, put_losses
 from taktline.runtime.program import Failure
 from taktline.runtime.replicas import Replicas
-from taktline.runtime.step_data import Feed
+from taktline.runtime.stage_actions import Feed
+from taktline.runtime.ties import TieUse, untied
+from taktline.stage import PipelineStage
+from taktline.stage.blueprint import OPTION, PLACE, TOPICS, Blueprint, attached, blueprint
 from taktline.text import by_rank, counted
-from taktline.transport import Transport, local
-from taktline.transport.communicators import default_group
+from taktline.transport import Transport
 from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import retold, share_error, share_values
-from taktline.transport.posts import Post, Posts
 
-_log = logging.getLogger("taktline")
-ALIKE = "pass the same on every rank"
+T = TypeVar("T")
+
+BUILDING = "Pipeline(…)"
+NO_STORY = "a rank failed without saying why; look at the other ranks' output"
 
 
 class Record(NamedTuple):
-    """What one rank says of its call of step() or eval(), as numbers."""
+    """What one rank says of its call of step() or eval(), as numbers; 0 fits any other value."""
 
     failed: int = 0
     """1 if the rank has an error."""
     schedule: int = 0
-    """The number that the ranks have agreed on for the schedule; 0 before its first step."""
-    waiting: int = 0
-    """How many schedules of these ranks wait for their first step."""
-    place: int = 0
-    """The place of this schedule among the waiting ones, in the order in which they were made."""
+    """Which schedule of these ranks it is, by their first steps."""
     call: int = 0
     """Which call of this schedule's step() and eval() it is."""
     step: int = 0
     """The number of training steps so far."""
+    shares: int = 0
+    """Whether every rank gets the losses."""
+    traces: int = 0
+    """Whether a trace is being recorded."""
     plan: int = 0
     batch: int = 0
     """The size of the batch along its micro-batches, 0 if this rank got none."""
     target: int = 0
     """The same for the target, unless it has a chunk spec of its own."""
-    shares: int = 0
-    """Whether every rank gets the losses."""
-    traces: int = 0
-    """Whether a trace is being recorded."""
     inputs: int = 0
     """A digest of the shapes and types of the arguments."""
     compared: int = 0
@@ -75,8 +64,6 @@ class Record(NamedTuple):
     """The fingerprint of the data in the arguments; 0 if the rank got none."""
     targets: int = 0
     """The fingerprint of the target."""
-    whole: int = 0
-    """A digest of the whole batch, with the target; 0 if this rank did not get it."""
     skips: int = 0
     """At the end of a step: whether stages of this rank have got skips."""
     preempted: int = 0
@@ -84,26 +71,12 @@ class Record(NamedTuple):
     losses: tuple[int, ...] = ()
     """At the end of a step whose losses are shared."""
 
-    @property
-    def kind(self) -> tuple[int, ...]:
-        """The numbers on which the messages of a step depend."""
-        sizes = (self.schedule, self.plan, self.batch, self.target)
-        return (*sizes, self.shares, self.traces, self.inputs, self.whole)
-
-    @property
-    def numbers(self) -> list[int]:
-        """All fields, to be shared."""
-        return [*self[:-1], *self.losses]
-
     @classmethod
     def read(cls, ranks: Sequence[Sequence[int]]) -> list[Record]:
         """The records whose numbers the ranks have shared."""
         count = len(cls._fields) - 1
-        for rank, numbers in enumerate(ranks):
-            if len(numbers) < count:
-                raise MismatchError(
-                    f"rank {rank} runs another version of Taktline; install the same on every rank"
-                )
+        if min(map(len, ranks)) < count:
+            raise MismatchError("a rank runs another version of Taktline; install one on all ranks")
         return [Record(*numbers[:count], losses=tuple(numbers[count:])) for numbers in ranks]
 
 
@@ -117,29 +90,14 @@ class Field(NamedTuple):
     """The value, in words."""
     optional: bool = False
     """Whether 0 stands for nothing, and fits any value."""
-    latest: str = ""
-    """Only ranks with the highest value of this field are compared."""
 
 
-_DATA = (
-    "inputs would meet the targets of other samples. Pass every rank of a pipeline the same batch: "
-    "draw it from a generator of its own, or read it on one rank and hand it on with "
-    "pipe.loader(…)"
-)
-
-WHICH_STEP = (
+SAME_STEP = (
     Field(
         "schedule",
         "the ranks step different schedules, counted by their first steps",
         "step the same schedules in the same order on every rank",
         lambda number: f"number {number}" if number else "a new one",
-    ),
-    Field(
-        "place",
-        "the ranks begin with different schedules of those made and not stepped yet",
-        "make and step the schedules in the same order on every rank",
-        lambda place: f"number {place + 1}",
-        latest="waiting",
     ),
     Field(
         "call",
@@ -155,8 +113,13 @@ WHICH_STEP = (
 )
 """Fields of a record by which ranks see that they are in the same step."""
 
-KIND_OF_STEP = (
-    Field("shares", "the ranks disagree on the value of share_losses", ALIKE, bool),
+SAME_KIND = (
+    Field(
+        "shares",
+        "the ranks disagree on the value of share_losses",
+        "pass the same on every rank",
+        bool,
+    ),
     Field(
         "traces",
         "the ranks disagree on the use of trace()",
@@ -178,14 +141,15 @@ KIND_OF_STEP = (
 )
 """Fields of a record on which the messages of a step depend."""
 
-DATA_OF_STEP = tuple(
+SAME_DATA = tuple(
     Field(
         name,
-        f"the ranks were given different {name} in call {{compared}}",
-        _DATA,
+        f"the ranks were given different {name}",
+        "inputs would meet the targets of other samples. Pass every rank of a pipeline the same "
+        "batch: draw it from a generator of its own, or read it on one rank and hand it on with "
+        "pipe.loader(…)",
         lambda digest: f"digest {digest:016x}"[:15],
         optional=True,
-        latest="compared",
     )
     for name in ("arguments", "targets")
 )
@@ -194,26 +158,18 @@ DATA_OF_STEP = tuple(
 
 def difference(table: Sequence[Field], ranks: Sequence[Any]) -> str | None:
     """The first field of a table that differs among the ranks, in words; None if none does."""
-    if len(ranks) == 1:
-        return None
-    for name, what, advice, show, optional, latest in table:
+    for name, what, advice, show, optional in table:
         values = [getattr(rank, name) for rank in ranks]
-        if values.count(values[0]) == len(values):
-            continue
-        highest = max(getattr(rank, latest) for rank in ranks) if latest else None
-        found: dict[Any, list[str]] = {}
-        for number, (rank, value) in enumerate(zip(ranks, values, strict=True)):
-            if not (optional and not value) and (not latest or getattr(rank, latest) == highest):
-                found.setdefault(value, []).append(str(number))
-        if len(found) > 1:
-            shown = [f"{show(value)} on rank {', '.join(of)}" for value, of in found.items()]
-            return f"{what.format(compared=highest)}: {'; '.join(shown)}; {advice}"
+        given = [value for value in values if value or not optional]
+        if given and given.count(given[0]) != len(given):
+            shown = [show(value) if value or not optional else None for value in values]
+            return f"{what}: {by_rank(shown)}; {advice}"
     return None
 
 
 def other_kind(records: Sequence[Record]) -> str | None:
     """Why ranks in one step have no common batch for it; None if they have."""
-    if reason := difference(KIND_OF_STEP, records):
+    if reason := difference(SAME_KIND, records):
         return reason
     batch = max(record.batch for record in records)
     for rank, record in enumerate(records):
@@ -224,7 +180,11 @@ def other_kind(records: Sequence[Record]) -> str | None:
                 f"{record.target}; pass arguments and target of one batch, with as many entries "
                 "for each row, or say with target_chunk_spec=… how the target is cut by itself"
             )
-    return difference(DATA_OF_STEP, records)
+    # Some GPU may have found what another one still computes.
+    latest = max(record.compared for record in records)
+    unknown = {"arguments": 0, "targets": 0}
+    known = [each if each.compared == latest else each._replace(**unknown) for each in records]
+    return difference(SAME_DATA, known)
 
 
 class Agreement:
@@ -240,8 +200,6 @@ class Agreement:
         """Whether this rank shall end after the running step."""
         self.preempted = False
         """Whether any rank asked to stop in the latest step whose outcome is known."""
-        self.posts: Posts | None = None
-        """Where the outcome of the running step is posted, if it has no exchange."""
 
     @contextmanager
     def with_replicas(self, what: str) -> Iterator[None]:
@@ -253,19 +211,15 @@ class Agreement:
         if (elsewhere := self._replicas.agree(None, what)) is not None:
             raise elsewhere
 
-    def share(self, mine: Record, what: str) -> list[Record]:
-        """The records of all ranks."""
-        records = Record.read(self._transport.exchange(mine.numbers, what))
+    def share(self, mine: Record, error: TaktlineError | None, what: str) -> list[Record]:
+        """The records of all ranks; raises the error of the first rank that has one."""
+        numbers = [*mine[:-1], *mine.losses]
+        records = Record.read(self._transport.exchange(numbers, what))
         if self.relay is not None:
             self.relay.settle()
-        return records
-
-    def require_all(self, records: Sequence[Record], error: TaktlineError | None) -> None:
-        """Raise the error of the first rank that has one, the same on every rank."""
         if any(record.failed for record in records):
-            raise share_error(self._transport, error) or MismatchError(
-                "a rank failed without saying why; look at the other ranks' output"
-            )
+            raise share_error(self._transport, error) or MismatchError(NO_STORY)
+        return records
 
     def conclude(self, mine: Record, failure: Failure | None, what: str) -> bool:
         """Agree on the outcome, and on shared losses; returns whether any rank has skips."""
@@ -275,50 +229,16 @@ class Agreement:
         with self.with_replicas(what):
             if shares and self.relay is not None:
                 relayed = self.relay.share({} if failure else feed.losses, feed.microbatches)
-            mine = self._outcome(mine, failure, shares=shares, relayed=relayed is not None)
-            records = self.share(mine, what)
+            mine = mine._replace(
+                failed=int(failure is not None),
+                preempted=int(self.asks_to_stop is not None and self.asks_to_stop()),
+                losses=losses_as_numbers(feed, failure is not None, relayed) if shares else (),
+            )
+            records = self.share(mine, None if failure is None else failure.error, what)
             self.preempted = any(record.preempted for record in records)
-            self.require_all(records, None if failure is None else failure.error)
             if shares:
                 put_losses([record.losses for record in records], feed, relayed)
         return any(record.skips for record in records)
-
-    def begin_ahead(self, posts: Posts) -> None:
-        """Begin a step without an exchange."""
-        self.posts = posts
-        posts.begin()
-
-    def end_ahead(self) -> None:
-        """End such a step, whether or not it has worked."""
-        if self.posts is not None:
-            self.posts.end()
-            self.posts = None
-
-    def post(self, mine: Record) -> None:
-        """Post the outcome of a step that has worked here, without waiting for other ranks."""
-        feed, relayed, posts = self._feed, None, self.posts
-        assert posts is not None
-        if feed.shares and self.relay is not None:
-            relayed = self.relay.share_aside(feed.losses, feed.microbatches)
-        mine = self._outcome(mine, None, shares=feed.shares, relayed=relayed is not None)
-        post = posts.post(mine.numbers, self._check_post)
-        if feed.shares:
-            feed.late = partial(_put_late, post, relayed)
-
-    def _check_post(self, rows: Sequence[Sequence[int]]) -> None:
-        """Raise if the ranks were in different steps."""
-        records = Record.read(rows)
-        if reason := difference(WHICH_STEP, records) or other_kind(records):
-            raise MismatchError(f"an earlier step: {reason}")
-        self.preempted |= any(record.preempted for record in records)
-
-    def _outcome(
-        self, mine: Record, failure: Failure | None, *, shares: bool, relayed: bool
-    ) -> Record:
-        failed = failure is not None
-        losses = losses_as_numbers(self._feed, failed=failed, relayed=relayed) if shares else ()
-        stops = self.asks_to_stop is not None and self.asks_to_stop()
-        return mine._replace(failed=int(failed), preempted=int(stops), losses=tuple(losses))
 
     def routes(self, got: Mapping[int, Sequence[str]]) -> dict[str, int]:
         """The last stage of all ranks that gets each skip; ``got`` has the skips of stages here."""
@@ -331,26 +251,7 @@ class Agreement:
 
     def located(self, error: Exception) -> TaktlineError:
         """An error from before or after the program, with its rank."""
-        rank = f"rank {self._transport.rank}: " if self._transport.size > 1 else ""
-        return located(error, rank, BatchError)
-
-    def failure(self, error: Exception) -> Failure:
-        """An error outside of the program, which all ranks hear of at the end of the step.
-
-        A step without an exchange raises it: other ranks may have ended it.
-        """
-        failure = Failure(self.located(error))
-        self.require_exchange(failure)
-        return failure
-
-    def require_exchange(self, failure: Failure | None) -> None:
-        """Raise if a step without an exchange has failed."""
-        if failure is not None and self.posts is not None:
-            error = failure.error or MismatchError(
-                "another rank has failed in this step; look at its output, and call reconnect()"
-            )
-            error.recoverable = "reconnect"
-            raise error
+        return located(error, self._transport, BatchError)
 
     def has_verdict(self) -> bool:
         """Whether the ranks know that one of them has failed."""
@@ -364,19 +265,16 @@ class Agreement:
         """Raise if the ranks cannot go on: another rank failed, or others compute with this one."""
         if (cause := self.cause(error)) is not None:
             raise cause from error
-        if located is None or not isinstance(self._transport, Distributed):
-            return
-        if self.posts is not None:
-            located.recoverable = "reconnect"
-            raise located
         # The ranks that compute with this one wait for it in the middle of an action.
-        if self._replicas.computes_together(located.stage):
+        together = located is not None and self._replicas.computes_together(located.stage)
+        if located is not None and together and isinstance(self._transport, Distributed):
             self._transport.raised(located)
             raise located
 
 
-def located(error: Exception, rank: str, other: type[TaktlineError]) -> TaktlineError:
+def located(error: Exception, transport: Transport, other: type[TaktlineError]) -> TaktlineError:
     """An error for all ranks: with its rank, and of the class ``other`` if it is not ours."""
+    rank = f"rank {transport.rank}: " if transport.size > 1 else ""
     if isinstance(error, TaktlineError):
         found = retold(error, f"{rank}{text_of(error)}")
     else:
@@ -385,80 +283,183 @@ def located(error: Exception, rank: str, other: type[TaktlineError]) -> Taktline
     return found
 
 
-def _put_late(post: Post, relayed: RelayedLosses | None, feed: Feed) -> None:
-    """Put the losses of all ranks into a feed, once all have posted them."""
-    losses = [record.losses for record in Record.read(post.read())]
-    put_losses(losses, feed, None if relayed is None else relayed.read())
+_TIE = {"tie": {"uses": [(int, str)]}, "stage": int, "kind": str, "identity": str}
+INTRODUCTION = {
+    "options": int,  # the digest of what the schedule was given
+    "model": int,  # that of the model that the stages were cut from; 0 if it is not known
+    "stages": [int],
+    "shards": bool,  # whether a stage is gathered before it computes
+    "reduces": bool,  # whether a stage averages its gradients over replicas
+    "in_company": bool,  # whether processes of other pipelines share the work of its stages
+    "ties": [_TIE],  # the tied weights in the rank's stages
+    "number": int,  # what the rank proposes as the schedule's number; that of rank 0 counts
+}
+"""What a rank says of its part of a schedule, once before the first step."""
 
 
-class Agreed(NamedTuple):
-    """A training step on which the ranks agreed by an exchange."""
+def introduce(
+    transport: Transport,
+    mine: Mapping[str, Any],
+    options: Blueprint,
+    model: Blueprint,
+    rank_of: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Share what this rank says of its schedule; raises unless all ranks fit together.
 
-    record: Record
-    kind: tuple[int, ...]
-    rows: int
+    ``rank_of`` has the rank of each stage, by the plan.
+    """
+    said = {"options": digest(options), "model": digest(model), **mine}
+    what = "what a rank says of itself, that"
+    ranks = share_values(transport, said, INTRODUCTION, "the first step", what=what)
+    for name, whole in (("options", options), ("model", model)):
+        if reason := first_difference(transport, whole, [rank[name] for rank in ranks]):
+            raise MismatchError(reason)
+    if reason := misfit(ranks, rank_of):
+        raise MismatchError(reason)
+    return ranks
 
 
-def repeatable(records: Sequence[Record], rank: int, kind: tuple[int, ...]) -> Agreed | None:
-    """The step of these records, if others like it need no exchange; None if they do."""
-    first = records[0].whole
-    if not first or any(record.whole != first for record in records):
+def misfit(ranks: Sequence[Mapping[str, Any]], rank_of: Sequence[int]) -> str | None:
+    """Why ranks with these introductions cannot run a schedule together; None if they can."""
+    misplaced: list[str] = []
+    for rank, said in enumerate(ranks):
+        needs = [stage for stage, there in enumerate(rank_of) if there == rank]
+        if sorted(said["stages"]) != needs:
+            misplaced.append(
+                f"rank {rank} has {_listed(said['stages'])} and needs {_listed(needs)}"
+            )
+    if misplaced:
+        return f"the stages are not where the schedule runs them: {'; '.join(misplaced)}"
+    return untied([TieUse.from_plain(use) for said in ranks for use in said["ties"]])
+
+
+def _listed(stages: Sequence[int]) -> str:
+    if not stages:
+        return "no stage"
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+
+
+def option(name: str, value: object) -> tuple[str, str, str]:
+    """The entry of a blueprint for something that was passed."""
+    return OPTION, name, str(value)
+
+
+def digest(mine: Blueprint) -> int:
+    """A number for a blueprint; 0 for an empty one, which fits all others."""
+    return digest_of(text for entry in mine for text in entry) | 1 if mine else 0
+
+
+def whole_model(stages: Sequence[PipelineStage]) -> Blueprint:
+    """The blueprint of the model that stages were cut from; empty if it is not known."""
+    found = {stage.stage_index: whole for stage in stages if (whole := attached(stage.submod))}
+    for stage, whole in found.items():
+        if whole != next(iter(found.values())):
+            raise MismatchError(
+                f"stages {next(iter(found))} and {stage} of this rank were cut from different "
+                "models, or at different places; take all stages from one split"
+            )
+    return next(iter(found.values()), ())
+
+
+def first_difference(
+    transport: Transport, mine: Blueprint, digests: Sequence[int], noun: str = "rank"
+) -> str | None:
+    """The first difference between the blueprints of two ranks; None if all are the same.
+
+    All ranks take part, and return the same.
+    """
+    counts = Counter(number for number in digests if number)
+    if len(counts) < 2:
         return None
-    return Agreed(records[rank], kind, max(record.batch for record in records))
-
-
-def warn_of_no_effect(records: Sequence[Record]) -> None:
-    """Log why steps are not repeatable."""
-    given = ["a batch" if record.whole else "none" for record in records]
-    _log.warning(
-        "run_ahead has no effect: pass the whole batch, with its target, on every rank; ranks got "
-        "%s",
-        by_rank(given) if "none" in given else "batches of different shapes",
+    ((most, _),) = counts.most_common(1)  # the first of several
+    other = next(number for number in digests if number not in (0, most))
+    # Only one rank for each sends its own: those of a thousand ranks would take too long.
+    ranks = [digests.index(number) for number in (most, other)]
+    sent = list(mine) if transport.rank in ranks else []
+    shared = share_values(transport, sent, [(str, str, str)], "the models of ranks", what="these")
+    one, two = ({(topic, name): text for topic, name, text in shared[rank]} for rank in ranks)
+    found = _worded(f"{noun} {ranks[0]}", f"{noun} {ranks[1]}", one, two)
+    return (
+        f"the {noun}s do not build the same pipeline: {found}; build the same "
+        f"model with the same options and cuts on every {noun}"
     )
 
 
-class ScheduleNumber:
-    """The number that the ranks agree on for a schedule in its first step.
+_Texts = Mapping[tuple[str, str], str]
+"""What a blueprint says, by topic and name."""
 
-    Before, a rank knows a schedule only by its place among those that it has made for ``group``.
+
+def _worded(first: str, second: str, one: _Texts, two: _Texts) -> str:
+    """The first difference between the texts of two ranks."""
+    for topic, name in sorted({**one, **two}, key=lambda key: TOPICS.index(key[0])):
+        text, text2 = one.get((topic, name)), two.get((topic, name))
+        if text == text2:
+            continue
+        if topic == PLACE:
+            places = text or "no stage", text2 or "no stage"
+            return f"{name} is in {places[0]} on {first}, but in {places[1]} on {second}"
+        if text is None or text2 is None:
+            lacks, has = (first, second) if text is None else (second, first)
+            return f"{lacks} has no {topic} {name}, which is {text or text2} on {has}"
+        return f"{topic} {name} is {text} on {first}, but {text2} on {second}"
+    return f"tensors or modules are in another order on {second} than on {first}"
+
+
+def compared(
+    plan: Plan, modules: Mapping[int, nn.Module], *, seed: int | None, **options: object
+) -> dict[str, Blueprint]:
+    """What a process says of its pipeline when it is built, to ranks and to replicas of it.
+
+    To others, "", which may hold other parts of its stages, it says less.
+
+    Args:
+        plan: what the pipeline runs.
+        modules: all stages, or those of one rank.
+        seed: may differ between replicas.
+        options: what else was passed.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.number = 0
-        """0 before the first step."""
-        self.maker = local.current()
-        if self.maker is None and group is None and dist.is_available() and dist.is_initialized():
-            group = default_group()
-        ranks, new = self.maker or group, _Schedules()
-        self._siblings = new if ranks is None else _by_ranks.setdefault(ranks, new)
-        self._siblings.waiting.append(ref(self))
-
-    def waiting(self, transport: Transport) -> tuple[int, int]:
-        """How many schedules wait for their first step, and the place of this one among them."""
-        here = None if isinstance(transport, Distributed) else transport
-        waiting = [each for known in self._siblings.waiting if (each := known()) is not None]
-        # Local ranks whose schedules were all made in one place have no places of their own.
-        if self.number or self.maker is not here:
-            return 0, 0
-        return len(waiting), waiting.index(self)
-
-    def proposed(self) -> int:
-        """The next number on this rank."""
-        return self._siblings.numbered + 1
-
-    def adopt(self, number: int) -> None:
-        """Take the number that the ranks have agreed on."""
-        siblings = self._siblings
-        self.number = siblings.numbered = number
-        siblings.waiting = [each for each in siblings.waiting if each() not in (None, self)]
+    given = {
+        "schedule": plan.name,
+        "microbatches": plan.microbatches,
+        "number of stages": plan.stages,
+        **options,
+        "plan": plan.digest()[:8],
+    }
+    passed = tuple(option(name, value) for name, value in given.items())
+    model = attached(modules[min(modules)]) if plan.stages > 1 else ()
+    whole = model if len(modules) == plan.stages else ()
+    return {
+        "rank": (*passed, option("seed", seed), *model),
+        "replica": (*passed, *(whole or blueprint(modules))),
+        "": passed,
+    }
 
 
-class _Schedules:
-    """The schedules that this rank has made for the same ranks."""
+def together(
+    ranks: Any, make: Callable[[], T], said: Callable[[T], Mapping[str, Blueprint]] = lambda _: {}
+) -> T:
+    """What a function returns, if it works on all ranks of all replicas, and they say the same.
 
-    def __init__(self) -> None:
-        self.waiting: list[ref[ScheduleNumber]] = []
-        self.numbered = 0
+    Otherwise all of them raise; a rank with an error of its own raises that one. ``ranks`` are
+    those of ``taktline.train.ranks``, over all dimensions of the mesh.
+    """
+    made, mine, error, known = None, {}, None, None
+    try:
+        made = make()
+        mine = said(made)
+    except Exception as raised:  # of the user's code, too
+        error = raised
+        known = located(error, ranks.transport, MismatchError)
 
+    def of(noun: str) -> Blueprint:
+        return mine.get(noun, mine.get("", ()))
 
-_by_ranks: WeakKeyDictionary[object, _Schedules] = WeakKeyDictionary()
+    def differ(noun: str, transport: Transport, rows: list[list[int]]) -> str | None:
+        return first_difference(transport, of(noun), [row[0] for row in rows], noun)
+
+    elsewhere = ranks.agreed(known, BUILDING, lambda noun: [digest(of(noun))], differ)
+    if error is not None:
+        raise error
+    if elsewhere is not None:
+        raise elsewhere
+    return cast("T", made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -41,8 +41,8 @@ class Fingerprint:
     """A number from 1 to 2**63 - 1 for the values of a batch.
 
     Bit-equal values have the same number in every process, whatever their strides and devices. It
-    depends on names, order, types and shapes, on up to 4,096 elements spread over each tensor, on
-    numbers and strings, and on the types of other objects.
+    depends on order, types and shapes, on up to 4,096 elements spread over each tensor, on numbers
+    and strings, and on the types of other objects.
 
     A GPU computes it and copies it to the host without waiting: it is :attr:`ready` some time
     later.
@@ -53,8 +53,8 @@ class Fingerprint:
         self._coming: list[tuple[torch.Tensor, torch.Event]] = []
         # Not in the caller's inference mode: the cached constants must be usable outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            for path, leaf in _leaves(values):
-                salt = digest_of([path, *words_of(leaf)])
+            for place, leaf in enumerate(pytree.tree_leaves(values)):
+                salt = digest_of([str(place), *words_of(leaf)])
                 self._known += salt
                 if not isinstance(leaf, torch.Tensor) or (data := _sampled(leaf)) is None:
                     continue
@@ -102,19 +102,6 @@ class DataCheck:
             return 0, *[0] * len(data)
         (known, found), self._pending = self._pending, None
         return known, *(0 if each is None else each.read() for each in found)
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The paths and leaves of a tree; by key in a mapping, whose order does not matter."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{path}[{'='.join(words_of(key))}]")
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{path}[{index}]")
-    else:
-        leaves = pytree.tree_leaves(value)
-        yield from ((f"{path}.{index}", leaf) for index, leaf in enumerate(leaves))
 
 
 def words_of(leaf: Any) -> tuple[str, str]:

@@ -8,27 +8,21 @@ in it, and None is the default.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from taktline import pytree
 from taktline.checks import require_instance, require_whole, with_article
 from taktline.errors import BatchError
 from taktline.meta import TensorMeta
-from taktline.pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from taktline.runtime.fingerprint import digest_of, words_of
 from taktline.sharding import is_sharded
 from taktline.text import counted
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +44,7 @@ class TensorChunkSpec:
     @staticmethod
     def from_tuple(chunk_dims: tuple[Any, ...]) -> tuple[Any, ...]:
         """Specs for positional arguments, from their dimensions."""
-        return tree_map(TensorChunkSpec, chunk_dims)
+        return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
     @staticmethod
     def from_dict(chunk_dims: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +53,7 @@ class TensorChunkSpec:
         >>> str(TensorChunkSpec.from_dict({"mask": 1})["mask"])
         'TensorChunkSpec(1)'
         """
-        return tree_map(TensorChunkSpec, chunk_dims)
+        return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
 
 class Replicate:
@@ -68,21 +62,6 @@ class Replicate:
     >>> split_value(torch.zeros(1), 2, spec=Replicate(), name="scale")
     [tensor([0.]), tensor([0.])]
     """
-
-
-_Replicate = Replicate  # torch's name
-
-
-class _CustomReducer:
-    """Merge the values of the micro-batches by a function of two, from an initial value."""
-
-    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
-        self.init_value = init_value
-        self.reduce_fn = reduce_fn
-
-
-class _LossReducer(_CustomReducer):
-    """A reducer for losses."""
 
 
 def split_args_kwargs_into_chunks(
@@ -127,23 +106,6 @@ def split_value(
     return list(argument.cut(chunks, each))
 
 
-def size_of(value: Any, *, spec: Any = None, name: str) -> int:
-    """The size of one value along the dimensions of its cuts; 0 if it is not cut."""
-    first = _first_cut([_argument(name, value, spec)])
-    return 0 if first is None else first.size
-
-
-def batch_size_of(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    args_chunk_spec: tuple[Any, ...] | None = None,
-    kwargs_chunk_spec: dict[str, Any] | None = None,
-) -> int | None:
-    """The size that all arguments share along the dimensions of their cuts; None if none is cut."""
-    first = _first_cut(_arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec))
-    return None if first is None else first.size
-
-
 def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
     """Merge the outputs of the micro-batches, in their structure; scalars become a vector.
 
@@ -153,7 +115,7 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
     require_instance("chunks", chunks, (list, tuple), "a list", BatchError)
     if not chunks:
         raise BatchError("there is no micro-batch to merge")
-    (leaves, tree), *others = [flatten(chunk) for chunk in chunks]
+    (leaves, tree), *others = [_flatten(chunk) for chunk in chunks]
     for number, (_, other) in enumerate(others, 1):
         if other != tree:
             shown = " ".join(f"{tree}, but micro-batch {number} has {other}".split())
@@ -163,7 +125,31 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
     merged = [
         _merge(name, values, spec) for (name, _, spec), values in zip(walk, columns, strict=True)
     ]
-    return tree_unflatten(merged, tree)
+    return pytree.tree_unflatten(merged, tree)
+
+
+def bounds(rows: int, chunks: int) -> list[int]:
+    """The beginning of each part, and the end of the last; larger parts come first.
+
+    >>> bounds(5, 3)
+    [0, 2, 4, 5]
+    """
+    least, larger = divmod(rows, chunks)
+    return [chunk * least + min(chunk, larger) for chunk in range(chunks + 1)]
+
+
+def describe(value: Any) -> str:
+    """A tensor by its type and shape, a container by its keys, anything else by its type."""
+    if isinstance(value, torch.Tensor):
+        layout = f" {value.placements}" if is_sharded(value) else ""
+        return f"{TensorMeta(tuple(value.shape), value.dtype)}{layout}"
+    if _is_block_mask(value):
+        return f"BlockMask{list(value.shape)}"
+    held = _children(value)
+    if held is not None:
+        return f"{with_article(type(value).__name__)} of {list(held)}"
+    simple = value is None or isinstance(value, int | float | str)
+    return repr(value) if simple else with_article(type(value).__name__)
 
 
 class _Leaf(NamedTuple):
@@ -172,11 +158,27 @@ class _Leaf(NamedTuple):
     name: str
     value: Any
     dim: int | None
-    by_default: bool = True
 
     @property
     def size(self) -> int:
         return self.value.shape[self.dim]
+
+    def cut(self, chunks: int, each: int) -> Sequence[Any]:
+        """The part of each micro-batch, as views; groups of ``each`` entries stay together."""
+        if self.dim is None:
+            return [self.value] * chunks
+        if _is_block_mask(self.value):
+            return _cut_block_mask(self.value, chunks)
+        if each == 1:
+            parts = self.value.tensor_split(chunks, self.dim)
+        else:
+            inner = bounds(self.size // each, chunks)[1:-1]
+            parts = self.value.tensor_split([each * bound for bound in inner], self.dim)
+        if self.value.requires_grad and self.value.is_leaf:
+            # A view is no leaf of autograd: it would not keep the gradient that a stage reads.
+            for part in parts:
+                part.retain_grad()
+        return parts
 
     def __str__(self) -> str:
         return f"{self.name} is {describe(self.value)}: {self.size} along dimension {self.dim}"
@@ -186,25 +188,23 @@ class _Argument(NamedTuple):
     """The leaves of a value to be cut; a value that is a leaf itself has no tree."""
 
     leaves: list[_Leaf]
-    tree: TreeSpec | None
+    tree: pytree.TreeSpec | None
 
     def cut(self, chunks: int, each: int = 1) -> Sequence[Any]:
         """The part of each micro-batch."""
-        parts = [cut(name, value, dim, chunks, each) for name, value, dim, _ in self.leaves]
+        parts = [leaf.cut(chunks, each) for leaf in self.leaves]
         if self.tree is None:
             return parts[0]
-        return [tree_unflatten([p[chunk] for p in parts], self.tree) for chunk in range(chunks)]
+        return [pytree.tree_unflatten([p[i] for p in parts], self.tree) for i in range(chunks)]
 
 
 def _argument(name: str, value: Any, spec: Any) -> _Argument:
     """A value with its spec; raises if the spec does not fit."""
     if spec is None and type(value) is torch.Tensor:  # the usual case, without the pytree
         return _Argument([_Leaf(name, value, 0 if value.ndim else None)], None)
-    leaves = [
-        _Leaf(name, leaf, _cut_dim(name, leaf, spec), spec is None)
-        for name, leaf, spec in _walk(name, value, spec)
-    ]
-    tree = flatten(value)[1]
+    walk = _walk(name, value, spec)
+    leaves = [_Leaf(place, leaf, _cut_dim(place, leaf, each)) for place, leaf, each in walk]
+    tree = _flatten(value)[1]
     return _Argument(leaves, None if tree.is_leaf() else tree)
 
 
@@ -239,24 +239,11 @@ def _first_cut(arguments: list[_Argument]) -> _Leaf | None:
     cut = [leaf for argument in arguments for leaf in argument.leaves if leaf.dim is not None]
     for leaf in cut[1:]:
         if leaf.size != cut[0].size:
-            hint = (
-                "; where dimension 0 is not the batch, pass a chunk spec: TensorChunkSpec(dim), or "
-                "Replicate() for the whole in each micro-batch"
-            )
-            fitting = _fitting(leaf, cut[0].size) or _fitting(cut[0], leaf.size)
-            by_default = leaf.by_default or cut[0].by_default
             raise BatchError(
-                f"not one batch: {cut[0]}, but {leaf}{hint + fitting if by_default else ''}"
+                f"not one batch: {cut[0]}, but {leaf}; where dimension 0 is not the batch, pass a "
+                "chunk spec: TensorChunkSpec(dim), or Replicate() for the whole in each micro-batch"
             )
     return cut[0] if cut else None
-
-
-def _fitting(leaf: _Leaf, size: int) -> str:
-    """The chunk spec that would make a leaf part of a batch of a size, in words."""
-    dims = [dim for dim, length in enumerate(leaf.value.shape) if dim and length == size]
-    if not leaf.by_default or len(dims) != 1:
-        return ""
-    return f"; here TensorChunkSpec({dims[0]}) would fit {leaf.name}"
 
 
 def _require_enough(arguments: list[_Argument], chunks: int) -> None:
@@ -274,10 +261,9 @@ def _require_enough(arguments: list[_Argument], chunks: int) -> None:
 
 def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
     """Each leaf of a value, with its name and its spec."""
-    values, specs = children(value), None
-    kinds = TensorChunkSpec | Replicate | _CustomReducer
-    if spec is not None and spec is not Replicate and not isinstance(spec, kinds):
-        specs = children(spec)
+    values, specs = _children(value), None
+    if not (spec is None or _is_whole(spec) or isinstance(spec, TensorChunkSpec)):
+        specs = _children(spec)
         if specs is None:
             raise BatchError(
                 f"{name}: {spec!r} is not a chunk spec; use a TensorChunkSpec, Replicate() or None"
@@ -293,130 +279,57 @@ def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _cut_dim(name: str, leaf: Any, spec: Any) -> int | None:
     """The dimension of a leaf's cuts; None if it goes whole to each micro-batch."""
-    if spec is Replicate or isinstance(spec, Replicate):
+    if _is_whole(spec) or (spec is None and isinstance(leaf, torch.Tensor) and not leaf.ndim):
         return None
-    if isinstance(spec, _CustomReducer):
-        raise BatchError(f"{name} has a reducer as its chunk spec, but reducers only merge")
     if isinstance(leaf, torch.Tensor):
-        return None if spec is None and not leaf.ndim else _dimension(name, leaf, spec)
-    if is_block_mask(leaf):
-        if spec is not None and spec.split_dim != 0:
-            raise BatchError(f"{name} is a BlockMask, which is cut along dimension 0, not {spec}")
-        return 0 if leaf.shape[0] > 1 else None  # a mask for one sample holds for all
+        return _dimension(name, leaf, spec)
     if spec is not None:
         raise BatchError(f"{name} is {describe(leaf)}, no tensor: use Replicate(), not {spec}")
+    if _is_block_mask(leaf) and leaf.shape[0] > 1:  # a mask for one sample holds for all
+        return 0
     return None
 
 
-def _dimension(name: str, value: torch.Tensor, spec: TensorChunkSpec | None) -> int:
-    """The dimension of a spec, counted from the front."""
+def _dimension(name: str, tensor: torch.Tensor, spec: TensorChunkSpec | None) -> int:
+    """The dimension along which a tensor is cut or joined, counted from the front."""
     dim = spec.split_dim if spec else 0
-    if not isinstance(dim, int) or not -value.ndim <= dim < value.ndim:
-        fits = f"one from {-value.ndim} to {value.ndim - 1}" if value.ndim else "Replicate()"
-        raise BatchError(f"{name} is {describe(value)}: it has no dimension {dim!r}; use {fits}")
-    return dim % value.ndim
+    if not isinstance(dim, int) or not -tensor.ndim <= dim < tensor.ndim:
+        fits = f"one from {-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "Replicate()"
+        raise BatchError(f"{name} is {describe(tensor)}: it has no dimension {dim!r}; use {fits}")
+    dim %= tensor.ndim
+    if is_sharded(tensor) and any(placed.is_shard(dim) for placed in tensor.placements):
+        raise BatchError(
+            f"{name} is {describe(tensor)}, whose shards along dimension {dim} are not cut or "
+            "joined; redistribute it, or use it as a plain tensor with this rank's rows"
+        )
+    return dim
 
 
 def _merge(name: str, values: Sequence[Any], spec: Any) -> Any:
     """Merge the leaves of the micro-batches."""
     first = values[0]
-    if isinstance(spec, _CustomReducer):
-        return functools.reduce(spec.reduce_fn, values, spec.init_value)
-    if isinstance(first, torch.Tensor) and (spec is None or isinstance(spec, TensorChunkSpec)):
-        return join(name, values, _dimension(name, first, spec) if first.ndim else 0)
+    if isinstance(first, torch.Tensor) and not _is_whole(spec):
+        return _joined(name, values, _dimension(name, first, spec) if first.ndim else 0)
     if isinstance(spec, TensorChunkSpec):
         raise BatchError(f"{name} is {describe(first)}, no tensor: use Replicate(), not {spec}")
     for number, value in enumerate(values[1:], 1):
-        if not same(first, value):
+        tensors = isinstance(first, torch.Tensor) and isinstance(value, torch.Tensor)
+        if value is not first and not (torch.equal(first, value) if tensors else first == value):
             one, other = describe(first), describe(value)
             raise BatchError(
                 f"{name} is {one} in micro-batch 0, but {other if other != one else 'another one'} "
-                f"in micro-batch {number}; use a _CustomReducer as its chunk spec"
+                f"in micro-batch {number}; return tensors, or equal values"
             )
     return first
 
 
-def children(value: Any) -> dict[Any, Any] | None:
-    """The values in a container, by key or position; None for a leaf."""
-    if isinstance(value, Tensor) or is_block_mask(value):
-        return None
-    children, tree = tree_flatten(value, is_leaf=lambda inner: inner is not value)
-    if tree.is_leaf():
-        return None
-    keyed = isinstance(value, Mapping) and len(value) == len(children)
-    return dict(zip(value if keyed else range(len(children)), children, strict=True))
-
-
-def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a value; a BlockMask is a leaf, though torch may have registered it."""
-    return tree_flatten(value, is_leaf=is_block_mask)
-
-
-def describe(value: Any) -> str:
-    """A tensor by its type and shape, a container by its keys, anything else by its type."""
-    if isinstance(value, Tensor):
-        layout = f" {value.placements}" if is_sharded(value) else ""
-        return f"{TensorMeta(tuple(value.shape), value.dtype)}{layout}"
-    if is_block_mask(value):
-        return f"BlockMask{list(value.shape)}"
-    held = children(value)
-    if held is not None:
-        return f"{with_article(type(value).__name__)} of {list(held)}"
-    simple = value is None or isinstance(value, int | float | str)
-    return repr(value) if simple else with_article(type(value).__name__)
-
-
-# If FlexAttention was never imported, no value can be a BlockMask.
-def is_block_mask(value: object) -> TypeGuard[BlockMask]:
-    """Whether a value is a mask of FlexAttention."""
-    module = sys.modules.get("torch.nn.attention.flex_attention")
-    return isinstance(value, getattr(module, "BlockMask", ()))
-
-
-def bounds(rows: int, chunks: int) -> list[int]:
-    """The beginning of each part, and the end of the last; larger parts come first.
-
-    >>> bounds(5, 3)
-    [0, 2, 4, 5]
-    """
-    least, larger = divmod(rows, chunks)
-    return [chunk * least + min(chunk, larger) for chunk in range(chunks + 1)]
-
-
-def cut(name: str, value: Any, dim: int | None, chunks: int, each: int = 1) -> Sequence[Any]:
-    """The parts of a leaf, as views; groups of ``each`` entries stay together."""
-    if dim is None:
-        return [value] * chunks
-    if type(value) is not Tensor and is_block_mask(value):
-        return _cut_block_mask(value, chunks)
-    if is_sharded(value):
-        # Each rank cuts its own shard: to cut the whole would gather it first.
-        _require_even(name, value, dim, chunks)
-        local = _parts(value.to_local(), dim, chunks, each)
-        parts = [_like(value, part, dim, value.stride()) for part in local]
-    else:
-        parts = _parts(value, dim, chunks, each)
-    if value.requires_grad and value.is_leaf:
-        # A view is no leaf of autograd: it would not keep the gradient that a stage reads.
-        for part in parts:
-            part.retain_grad()
-    return parts
-
-
-def _parts(tensor: Tensor, dim: int, chunks: int, each: int) -> Sequence[Tensor]:
-    if each == 1:
-        return tensor.tensor_split(chunks, dim)
-    inner = bounds(tensor.shape[dim] // each, chunks)[1:-1]
-    return tensor.tensor_split([each * bound for bound in inner], dim)
-
-
-def _cut_block_mask(mask: BlockMask, chunks: int) -> list[BlockMask]:
+def _cut_block_mask(mask: Any, chunks: int) -> list[Any]:
     """Masks for the parts of a batch, as views: the batch is dimension 0 of all their tensors."""
 
-    def part(start: int, stop: int) -> BlockMask:
+    def part(start: int, stop: int) -> Any:
         cut = copy.copy(mask)
         for attribute, value in vars(mask).items():
-            if isinstance(value, Tensor) and value.shape[0] == mask.shape[0]:
+            if isinstance(value, torch.Tensor) and value.shape[0] == mask.shape[0]:
                 setattr(cut, attribute, value[start:stop])
         # The function counts samples from the start of the batch, attention from that of its part.
         cut.mask_mod = lambda b, h, q, kv: mask.mask_mod(b + start, h, q, kv)
@@ -425,66 +338,163 @@ def _cut_block_mask(mask: BlockMask, chunks: int) -> list[BlockMask]:
     return [part(*pair) for pair in itertools.pairwise(bounds(mask.shape[0], chunks))]
 
 
-def _shards(value: DTensor, dim: int) -> int:
-    """The number of shards of a dimension."""
-    mesh = value.device_mesh
-    return math.prod(mesh.size(i) for i, p in enumerate(value.placements) if p.is_shard(dim))
-
-
-def _require_even(name: str, value: DTensor, dim: int, least: int) -> None:
-    """Raise if shards differ in size: their parts would not lie where a layout has them."""
-    shards = _shards(value, dim)
-    if value.shape[dim] % shards or value.shape[dim] < shards * least:
-        raise BatchError(
-            f"{name} is {describe(value)}: {value.shape[dim]} along dimension {dim} must divide "
-            f"evenly among its {counted(shards, 'shard')}, with at least {least} in each"
-        )
-
-
-def _like(
-    value: DTensor, local: Tensor, dim: int, stride: tuple[int, ...] | None = None
-) -> DTensor:
-    """A tensor laid out like another, with a length along ``dim`` that follows from this shard."""
-    shape = list(value.shape)
-    shape[dim] = local.shape[dim] * _shards(value, dim)
-    return type(value).from_local(
-        local,
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride or torch.empty(shape, device="meta").stride(),
-    )
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether the outputs of two micro-batches are the same."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or torch.equal(one, other)
-    return one is other or bool(one == other)
-
-
-def join(name: str, values: Sequence[Any], dim: int) -> Tensor:
+def _joined(name: str, values: Sequence[Any], dim: int) -> torch.Tensor:
     """Concatenate tensors; scalars become a vector."""
-    first = values[0]
 
     def fixed(value: Any) -> tuple[object, ...]:
         """The properties that all must share: the kind, the other dimensions, the layout."""
-        if not isinstance(value, Tensor):
+        if not isinstance(value, torch.Tensor):
             return ()
         layout = value.placements if is_sharded(value) else None
         return value.ndim, value.shape[:dim], value.shape[dim + 1 :], layout
 
     for number, value in enumerate(values):
-        if fixed(value) != fixed(first):
+        if fixed(value) != fixed(values[0]):
             raise BatchError(
-                f"{name} is {describe(first)} in micro-batch 0, but {describe(value)} in "
+                f"{name} is {describe(values[0])} in micro-batch 0, but {describe(value)} in "
                 f"micro-batch {number}: these cannot be joined along dimension {dim}"
             )
-    if not first.ndim:
-        return torch.stack(list(values))
-    if not is_sharded(first):
-        return torch.cat(list(values), dim)
-    for value in values:
-        _require_even(name, value, dim, 0)
-    return _like(first, torch.cat([value.to_local() for value in values], dim), dim)
+    return torch.cat(list(values), dim) if values[0].ndim else torch.stack(list(values))
+
+
+def _children(value: Any) -> dict[Any, Any] | None:
+    """The values in a container, by key or position; None for a leaf."""
+    if isinstance(value, torch.Tensor) or _is_block_mask(value):
+        return None
+    children, tree = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
+    if tree.is_leaf():
+        return None
+    keyed = isinstance(value, Mapping) and len(value) == len(children)
+    return dict(zip(value if keyed else range(len(children)), children, strict=True))
+
+
+def _flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a value; a BlockMask is a leaf, though torch may have registered it."""
+    return pytree.tree_flatten(value, is_leaf=_is_block_mask)
+
+
+def _is_whole(spec: object) -> bool:
+    return spec is Replicate or isinstance(spec, Replicate)
+
+
+def _is_block_mask(value: object) -> bool:
+    """Whether a value is a mask of FlexAttention: none is, if that was never imported."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    return isinstance(value, getattr(module, "BlockMask", ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """How a schedule cuts batches."""
+
+    microbatches: int
+    args_spec: tuple[Any, ...] | None = None
+    kwargs_spec: dict[str, Any] | None = None
+    target_spec: Any = None
+    """With a spec of its own, the target may have other rows than the batch."""
+    fewer: bool = False
+    """Whether a batch with fewer rows is cut into fewer micro-batches."""
+
+    def parts(self, rows: int) -> int:
+        """The number of micro-batches of a batch with ``rows``; 0 stands for unknown."""
+        return min(self.microbatches, rows) if self.fewer and rows else self.microbatches
+
+
+@dataclass(slots=True)
+class Batch:
+    """The arguments and target of a step, whole or as micro-batches; a rank uses its part."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+    arg_mbs: Sequence[tuple[Any, ...]] | None = None
+    kwarg_mbs: Sequence[dict[str, Any]] | None = None
+    target_mbs: Sequence[Any] | None = None
+    cutter: Cutter = Cutter(1)
+
+    def arguments(self, rows: int) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
+        """Positional and keyword arguments of each micro-batch of a batch with ``rows``."""
+        cutter, parts = self.cutter, self.cutter.parts(rows)
+        args, kwargs = split_args_kwargs_into_chunks(
+            self.args, self.kwargs, parts, cutter.args_spec, cutter.kwargs_spec
+        )
+        if self.arg_mbs is not None:
+            args = self._given("arg_mbs", whole=bool(self.args))
+        if self.kwarg_mbs is not None:
+            kwargs = self._given("kwarg_mbs", whole=bool(self.kwargs))
+        return args, kwargs
+
+    def targets(self, rows: int) -> Sequence[Any] | None:
+        """The target of each micro-batch, cut like a batch with ``rows``; None: no target.
+
+        >>> flat = Batch(target=torch.arange(6), cutter=Cutter(2))  # two a row
+        >>> [part.tolist() for part in flat.targets(3)]
+        [[0, 1, 2, 3], [4, 5]]
+        """
+        if self.target_mbs is not None:
+            return self._given("target_mbs", whole=self.target is not None)
+        if self.target is None:
+            return None
+        size, parts = self.target_size(), self.cutter.parts(rows)
+        each = size // rows if rows and size and size % rows == 0 else 1
+        spec = self.cutter.target_spec
+        return split_value(self.target, parts, spec=spec, name="target", each=each)
+
+    def _given(self, name: str, *, whole: bool) -> Sequence[Any]:
+        """Micro-batches from the caller; ``whole`` is whether the whole batch was given, too."""
+        chunks, count = getattr(self, name), self.cutter.microbatches
+        if whole:
+            raise BatchError(f"pass {name} or the whole batch, not both")
+        if len(chunks) != count:
+            raise BatchError(
+                f"{name} has {counted(len(chunks), 'micro-batch')}, but the schedule runs {count}; "
+                f"pass {count}"
+            )
+        return chunks
+
+    def require_whole(self, rows: int) -> None:
+        """Raise if the batch runs as fewer micro-batches, but some of it came as micro-batches."""
+        parts = self.cutter.parts(rows)
+        if parts == self.cutter.microbatches:
+            return
+        for name in ("arg_mbs", "kwarg_mbs", "target_mbs"):
+            chunks = getattr(self, name)
+            if chunks is not None:
+                raise BatchError(
+                    f"{name} has {counted(len(chunks), 'micro-batch')}, but the batch has "
+                    f"{counted(rows, 'row')} and runs as {parts}; pass all of it whole, or all of "
+                    "it as micro-batches"
+                )
+
+    def size(self) -> int:
+        """The rows of the batch, the same along all dimensions that are cut; 0 if unknown."""
+        specs = self.cutter.args_spec, self.cutter.kwargs_spec
+        first = _first_cut(_arguments(self.args, self.kwargs, *specs))
+        return 0 if first is None else first.size
+
+    def target_size(self) -> int:
+        """The rows of the target; 0 if unknown."""
+        first = _first_cut([_argument("target", self.target, self.cutter.target_spec)])
+        return 0 if first is None else first.size
+
+    def compared(self, parts: Sequence[str]) -> tuple[Any, Any]:
+        """The arguments and targets that ranks compare; None where nothing was given."""
+        given = {"args": self.args or self.arg_mbs, "kwargs": self.kwargs or self.kwarg_mbs}
+        arguments = {name: value for name, value in given.items() if name in parts and value}
+        target = self.target if self.target_mbs is None else self.target_mbs
+        return arguments or None, target if "target" in parts else None
+
+    def digest(self) -> int:
+        """A digest of shapes, types and plain values, which decide what crosses boundaries."""
+        rest = (self.kwargs, self.arg_mbs, self.kwarg_mbs)
+        if not any(rest) and all(type(value) is torch.Tensor for value in self.args):
+            return digest_of(map(_description, self.args))  # the usual case, without the pytree
+        leaves, spec = pytree.tree_flatten((self.args, *rest))
+        return digest_of([*map(_description, leaves), str(spec)])
+
+
+def _description(leaf: object) -> str:
+    """A leaf's type, and its value if it is plain; different values have different texts."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}"
+    return " ".join(words_of(leaf))

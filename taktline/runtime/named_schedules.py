@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Unpack
+from typing import Any, Literal, TypeAlias, Unpack
 
 from taktline.checks import refuse, require_instance
 from taktline.errors import MismatchError, ScheduleError
@@ -20,32 +20,21 @@ from taktline.runtime.schedule import (
 )
 from taktline.stage import PipelineStage
 
+_Lookahead: TypeAlias = Literal["full", "auto"] | tuple[int, ...]
+
 
 class _Named(Schedule):
     """A schedule whose plan has a name."""
 
-    _name: ClassVar[str]
+    _plan_name: str
 
-    def __init__(
-        self,
-        stages: list[PipelineStage],
-        n_microbatches: int,
-        loss_fn: LossFn | None,
-        chunk_specs: tuple[ArgsSpec | None, KwargsSpec | None, MergeSpec | None],
-        scale_grads: bool,
-        options: ScheduleOptions,
-        limits: Limits = Limits(),  # noqa: B008
-    ) -> None:
-        """``chunk_specs`` are those of arguments, keyword arguments and outputs."""
+    def _begin(self, stages: list[PipelineStage], count: int, *given: Any, **options: Any) -> None:
         super().__init__(
             stages,
-            n_microbatches,
-            loss_fn,
-            *chunk_specs,
-            scale_grads,
+            count,
+            *given,
             name=type(self).__name__,
-            make_plan=lambda ranks: self._plan(self._stages[0].num_stages, n_microbatches, ranks),
-            limits=limits,
+            make_plan=lambda ranks: self._plan(self._stages[0].num_stages, count, ranks),
             **options,
         )
 
@@ -58,7 +47,8 @@ class _Named(Schedule):
                 f"{cls.__name__}: {num_stages} stages do not divide evenly among {ranks} ranks; "
                 f"cut the model into a multiple of {ranks}"
             )
-        return build(cls._name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
+        name = cls._plan_name
+        return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
 
 
 class _Single(_Named):
@@ -77,7 +67,7 @@ class _Single(_Named):
     ) -> None:
         require_instance("stage", stage, PipelineStage)
         specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
-        super().__init__([stage], n_microbatches, loss_fn, specs, scale_grads, options)
+        self._begin([stage], n_microbatches, loss_fn, *specs, scale_grads, **options)
 
 
 class _Multi(_Named):
@@ -106,7 +96,7 @@ class _Multi(_Named):
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
         max_active_stages: int = 3,
-        unshard_lookahead: Literal["full", "auto"] | tuple[int, ...] = "full",
+        unshard_lookahead: _Lookahead = "full",
         *,
         defer_reduce_grad_wait: bool = False,
         max_outstanding_sends: int | None = None,
@@ -114,7 +104,7 @@ class _Multi(_Named):
     ) -> None:
         specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
         limits = Limits(max_active_stages, unshard_lookahead, max_outstanding_sends)
-        super().__init__(stages, n_microbatches, loss_fn, specs, scale_grads, options, limits)
+        self._begin(stages, n_microbatches, loss_fn, *specs, scale_grads, limits=limits, **options)
 
 
 class ScheduleGPipe(_Single):
@@ -126,7 +116,7 @@ class ScheduleGPipe(_Single):
     rank 1 │     1F0 1F1 1B0──── 1B1────
     """
 
-    _name = "gpipe"
+    _plan_name = "gpipe"
 
 
 class Schedule1F1B(_Single):
@@ -138,7 +128,7 @@ class Schedule1F1B(_Single):
     rank 1 │     1F0 1B0──── 1F1 1B1────
     """
 
-    _name = "1f1b"
+    _plan_name = "1f1b"
 
 
 class ScheduleInterleaved1F1B(_Multi):
@@ -150,7 +140,7 @@ class ScheduleInterleaved1F1B(_Multi):
     rank 1 │     1F0 1F1 3F0 3B0──── 3F1 3B1──── 1B0──── 1B1────
     """
 
-    _name = "interleaved_1f1b"
+    _plan_name = "interleaved_1f1b"
 
 
 class ScheduleLoopedBFS(_Multi):
@@ -162,7 +152,7 @@ class ScheduleLoopedBFS(_Multi):
     rank 1 │     1F0 1F1 3F0 3F1 3B1──── 3B0──── 1B1──── 1B0────
     """
 
-    _name = "looped_bfs"
+    _plan_name = "looped_bfs"
 
     def __init__(
         self,
@@ -174,24 +164,15 @@ class ScheduleLoopedBFS(_Multi):
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
         max_active_stages: int = 3,
-        unshard_lookahead: Literal["full", "auto"] | tuple[int, ...] = "full",
+        unshard_lookahead: _Lookahead = "full",
         *,
         defer_reduce_grad_wait: bool = False,
         max_outstanding_sends: int | None = None,
         **options: Unpack[ScheduleOptions],
     ) -> None:
         specs = None, None, output_merge_spec
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            *specs,
-            scale_grads,
-            max_active_stages=max_active_stages,
-            unshard_lookahead=unshard_lookahead,
-            max_outstanding_sends=max_outstanding_sends,
-            **options,
-        )
+        limits = Limits(max_active_stages, unshard_lookahead, max_outstanding_sends)
+        self._begin(stages, n_microbatches, loss_fn, *specs, scale_grads, limits=limits, **options)
 
 
 class ScheduleInterleavedZeroBubble(_Multi):
@@ -203,7 +184,7 @@ class ScheduleInterleavedZeroBubble(_Multi):
     rank 1 │     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
 
-    _name = "interleaved_zero_bubble"
+    _plan_name = "interleaved_zero_bubble"
 
 
 class ScheduleZBVZeroBubble(_Multi):
@@ -215,7 +196,7 @@ class ScheduleZBVZeroBubble(_Multi):
     rank 1 │     1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
     """
 
-    _name = "zbv"
+    _plan_name = "zbv"
 
 
 class ScheduleDualPipeV(_Multi):
@@ -227,7 +208,7 @@ class ScheduleDualPipeV(_Multi):
     rank 1 │     1F0 2F0 1F1 2F1 2B0──── 1B0──── 2B1──── 1B1────
     """
 
-    _name = "dualpipev"
+    _plan_name = "dualpipev"
 
 
 class ScheduleFromPlan(Schedule):
@@ -271,11 +252,10 @@ class ScheduleFromPlan(Schedule):
                 )
             return chosen
 
-        trains = chosen.has(Kind.B, Kind.I)
         super().__init__(
             stages,
             chosen.microbatches,
-            loss_fn if trains else None,
+            loss_fn if chosen.has(Kind.B, Kind.I) else None,
             args_chunk_spec,
             kwargs_chunk_spec,
             output_merge_spec,
@@ -286,9 +266,9 @@ class ScheduleFromPlan(Schedule):
         )
 
 
-_CLASSES = {
-    schedule._name: schedule
-    for schedule in (
+_CLASSES: dict[str, type[_Single | _Multi]] = {
+    each._plan_name: each
+    for each in (
         ScheduleGPipe,
         Schedule1F1B,
         ScheduleInterleaved1F1B,

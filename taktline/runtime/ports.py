@@ -2,23 +2,19 @@
 
 ::
 
-    stage ──give──▶ Handover ──take──▶ stage          on one rank: activations,
-    stage ◀──take── Handback ◀──give── stage          and their gradients
-
+    stage ──give──▶ Handover ──take──▶ stage                               on one rank
     stage ──give──▶ Outgoing ──send──▶ channel ──▶ Incoming ──take──▶ stage
                                                       ▲ post
 
-Over a channel, activations and gradients take the same ports. Values are a flat list of leaves with
-their tree (None: the leaves are the arguments themselves).
-
+Values are a flat list of leaves with their tree (None: the leaves are the arguments themselves).
 If their signature is not known yet, each message describes itself: it is a head of fixed size, with
 three numbers and the text of the signature, and its data. Text that does not fit into the head
 comes between::
 
     [status, bytes of text, bytes of data, text …]   (more text …)   data …
 
-The size of such a message is unknown before its head, so a rank receives when it needs the values,
-message after message in the channel's order.
+The size of such a message is unknown before its head, so a rank receives it when it needs values,
+message after message in the order of the posts.
 """
 
 from __future__ import annotations
@@ -27,23 +23,20 @@ import os
 import struct
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from taktline.errors import SignatureError, TransportError
 from taktline.meta import Signature, TensorMeta
-from taktline.plan import Kind
 from taktline.pytree import TreeSpec
-from taktline.runtime.program import PeerFailed
-from taktline.runtime.step_data import Binding, Signatures
+from taktline.runtime.stage_actions import Binding, Handover, Ports, Signatures, Values
 from taktline.stage import PipelineStage
 from taktline.transport import Channel, Handle, Post
-from taktline.transport.describe import decode, encode
+from taktline.transport.codec import decode, encode
 from taktline.transport.wire import Layout, Parcel
-
-Values: TypeAlias = tuple[Sequence[Any], TreeSpec | None]
 
 _UNDER_WAY = 2
 """How many messages of a boundary may be under way where no reply tells that they arrived."""
@@ -66,155 +59,130 @@ _Message: TypeAlias = tuple[Signature, torch.Tensor] | SignatureError | None
 """A message; an error if it cannot be read, None from a rank that has failed."""
 
 
+class PeerFailed(Exception):
+    """The sender of a message has failed; it reports why at the end of the step."""
+
+
 class BrokenChannel(TransportError):
     """Messages cannot be read any more, so that the step cannot be played to its end."""
 
     recoverable = "restart"
 
 
-class In(Protocol):
-    """The source of a stage's values."""
+class Sends:
+    """Messages under way, with their buffers; before one too many, the oldest is waited for."""
 
-    def take(self, microbatch: int) -> Values: ...
+    def __init__(self, limit: float = inf) -> None:
+        self._limit = limit
+        self._sent: dict[tuple[Channel, int, int], list[tuple[Handle, Layout, Parcel]]] = {}
 
+    def add(
+        self, key: tuple[Channel, int, int], post: Post, layout: Layout, parcels: Sequence[Parcel]
+    ) -> None:
+        """Send the parts of a message, once there is room."""
+        while self._sent:
+            first = next(iter(self._sent))
+            left = all(handle.done for handle, *_ in self._sent[first])
+            if not left and len(self._sent) < self._limit:
+                break
+            self.settle(first)
+        self._sent[key] = [(post(each.buffer, each.marks), layout, each) for each in parcels]
 
-class Out(Protocol):
-    """The destination of a stage's values; ``settle`` frees those that have arrived."""
+    def settle(self, key: tuple[Channel, int, int]) -> None:
+        """Wait until a message has left, and recycle its buffers."""
+        for handle, layout, parcel in self._sent.pop(key, ()):
+            handle.wait()
+            layout.recycle(parcel)
 
-    def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None: ...
-    def settle(self, microbatch: int) -> None: ...
-
-
-class Handback:
-    """Hands over gradients between two stages on one rank, as they are."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, Values] = {}
-
-    def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
-        """Keep the values."""
-        self._waiting[microbatch] = leaves, spec
-
-    def take(self, microbatch: int) -> Values:
-        """Return the values, and forget them."""
-        return self._waiting.pop(microbatch)
-
-    def settle(self, microbatch: int) -> None:
-        """Nothing: the values arrive at once."""
-
-
-class Handover(Handback):
-    """Hands over activations between two stages on one rank, without a copy."""
-
-    def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
-        """Keep the values, detached from their graph."""
-        self._waiting[microbatch] = [_detached(leaf) for leaf in leaves], spec
-
-
-def _detached(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    detached = leaf.detach()
-    return detached.requires_grad_() if leaf.requires_grad else detached
+    def settle_all(self) -> None:
+        """Wait until every message has left."""
+        for key in list(self._sent):
+            self.settle(key)
 
 
 class Outgoing:
-    """The sending end of a boundary whose signature is known: one message a micro-batch."""
+    """The sending end of a boundary whose signatures are known: one message a micro-batch."""
 
     def __init__(
         self,
+        place: tuple[Channel, int],
         post: Post,
-        layouts: Sequence[Layout],
+        sends: Sends,
+        layouts: Sequence[Layout] = (),
         signatures: Sequence[Signature] | None = None,
-        *,
-        limit: float = inf,
-        sends: Sends | None = None,
     ) -> None:
-        """``limit`` is how many messages may be under way before the next one waits.
-
-        ``sends`` has those of all ports, if there is a limit for all of them.
-        """
-        self._post = post
-        self._layouts = layouts
-        self._signatures = signatures
-        self._limit = limit
-        self._sends = sends
-        self._packed: dict[int, Parcel] = {}
-        self._sent: dict[int, tuple[Handle, Parcel]] = {}
+        """``place`` is the channel and the stage. Gradients have no ``signatures``."""
+        self._place, self._post, self.sends = place, post, sends
+        self._layouts, self._signatures = layouts, signatures
+        self._packed: dict[int, tuple[Layout, list[Parcel]]] = {}
 
     def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
         """Pack the values; missing gradients become zeros."""
         if self._signatures is not None:
-            signature = self._signatures[microbatch]
-            if not signature.describes(leaves, spec):
-                raise signature.misfit(
-                    leaves,
-                    f"{signature.difference(leaves, spec)}, as it was for inputs of the same "
-                    "shapes before; if the output depends on their values, pass "
-                    "dynamic_shapes=True to the schedule",
-                )
+            _require_as_before(self._signatures[microbatch], leaves, spec)
             leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._packed[microbatch] = self._layouts[microbatch].pack(leaves)
+        layout = self._layouts[microbatch]
+        self._packed[microbatch] = layout, [layout.pack(leaves)]
 
     def send(self, microbatch: int) -> None:
         """Send the packed values."""
-        self._dispatch(microbatch, self._packed.pop(microbatch))
+        layout, parcels = self._packed.pop(microbatch)
+        self.sends.add((*self._place, microbatch), self._post, layout, parcels)
 
     def fail(self, microbatch: int) -> None:
         """Report a failure instead."""
-        self._packed.pop(microbatch, None)
-        self._dispatch(microbatch, self._layouts[microbatch].failure())
+        layout = self._layouts[microbatch]
+        self._packed[microbatch] = layout, [layout.failure()]
+        self.send(microbatch)
 
     def settle(self, microbatch: int) -> None:
-        """Wait until a message has left, and recycle its buffer."""
-        sent = self._sent.pop(microbatch, None)
-        if sent is not None:
-            handle, parcel = sent
-            handle.wait()
-            self._layouts[microbatch].recycle(parcel)
-
-    def settle_all(self) -> None:
-        """Wait until every message has left."""
-        for microbatch in list(self._sent):
-            self.settle(microbatch)
-
-    def is_under_way(self, microbatch: int) -> bool:
-        """Whether a message was sent, and may not have left."""
-        return microbatch in self._sent
-
-    def _dispatch(self, microbatch: int, parcel: Parcel) -> None:
-        while self._sent:
-            first = next(iter(self._sent))
-            if not self._sent[first][0].done and len(self._sent) < self._limit:
-                break
-            self.settle(first)
-        if self._sends is not None:
-            self._sends.add(self, microbatch)
-        handle = self._post(parcel.buffer, parcel.marks)
-        if handle.done:
-            self._layouts[microbatch].recycle(parcel)
-        else:
-            self._sent[microbatch] = handle, parcel
+        """Wait until a message has left, once its receiver has shown that it arrived."""
+        self.sends.settle((*self._place, microbatch))
 
 
-class Sends:
-    """The messages of a rank that are under way; the oldest are waited for, if there are many."""
+class FirstOutgoing(Outgoing):
+    """The sending end of a boundary in a first step: sends values with their description."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._sent: list[tuple[Outgoing, int]] = []
+    def __init__(self, place: tuple[Channel, int], post: Post, device: torch.device) -> None:
+        super().__init__(place, post, Sends())
+        self._device = device
+        self.learned: dict[int, Signature] = {}
 
-    def add(self, port: Outgoing, microbatch: int) -> None:
-        """Wait until one more may be under way."""
-        self._sent = [(sender, m) for sender, m in self._sent if sender.is_under_way(m)]
-        while len(self._sent) >= self._limit:
-            first, earlier = self._sent.pop(0)
-            first.settle(earlier)
-        self._sent.append((port, microbatch))
+    def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
+        """Pack the values, and note their signature."""
+        signature = self.learned[microbatch] = Signature.of(leaves, spec)
+        layout, text = Layout(signature.tensors, self._device), encode(signature)
+        data = layout.pack([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        head = self._head(_DONE, len(text), data.buffer.nbytes, text[:_ROOM])
+        more = [self._written(text[_ROOM:])] if len(text) > _ROOM else []
+        self._packed[microbatch] = layout, [head, *more, Parcel(data.buffer, b"", data.views)]
+
+    def fail(self, microbatch: int) -> None:
+        """Report a failure instead."""
+        self._packed[microbatch] = Layout(()), [self._head(_FAILED, 0, 0, b"")]
+        self.send(microbatch)
+
+    def _head(self, status: int, text_size: int, data_size: int, text: bytes) -> Parcel:
+        numbers = _NUMBERS.pack(status, text_size, data_size)
+        return self._written((numbers + text).ljust(_HEAD, b"\0"))
+
+    def _written(self, data: bytes) -> Parcel:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        return Parcel(buffer, b"", [])
+
+
+def _require_as_before(signature: Signature, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
+    if not signature.describes(leaves, spec):
+        raise signature.misfit(
+            leaves,
+            f"{signature.difference(leaves, spec)}, as it was for inputs of the same shapes "
+            "before; if the output depends on their values, pass dynamic_shapes=True to the "
+            "schedule",
+        )
 
 
 class Incoming:
-    """The receiving end of a boundary whose signature is known."""
+    """The receiving end of a boundary whose signatures are known."""
 
     def __init__(
         self, post: Post, layouts: Sequence[Layout], signatures: Sequence[Signature]
@@ -253,40 +221,154 @@ class Incoming:
             posted[0].wait()
 
 
-class KnownPorts:
-    """Makes the ports of channels whose signatures are known."""
+@dataclass(slots=True)
+class Queue:
+    """The messages of a channel in a first step: those to come, and those that were early."""
 
-    def __init__(self, binding: Binding, signatures: Signatures) -> None:
+    expected: deque[tuple[int, int]] = field(default_factory=deque)
+    """The stage and micro-batch of each."""
+    arrived: dict[tuple[int, int], _Message] = field(default_factory=dict)
+
+
+class FirstIncoming:
+    """The receiving end of a boundary in a first step: reads messages, and notes signatures."""
+
+    def __init__(self, post: Post, stage: PipelineStage, queue: Queue) -> None:
+        """Stages that share a channel share its ``queue``."""
+        self._post = post
+        self._stage = stage
+        self._queue = queue
+        self.learned: dict[int, Signature] = {}
+
+    def post(self, microbatch: int) -> None:
+        """Note that the message comes next: its size is unknown."""
+        self._queue.expected.append((self._stage.stage_index, microbatch))
+
+    def take(self, microbatch: int) -> Values:
+        """Wait for the values."""
+        message = self._message(microbatch)
+        if message is None:
+            raise PeerFailed
+        if isinstance(message, SignatureError):
+            raise message
+        signature, data = message
+        self.learned[microbatch] = signature
+        tensors = Layout(signature.tensors, data.device, self._stage.mesh_for).unpack(data)
+        return signature.filled(tensors), signature.spec
+
+    def discard(self, microbatch: int) -> None:
+        """Receive the values unless they were taken, and forget them."""
+        key = (self._stage.stage_index, microbatch)
+        if key in self._queue.arrived or key in self._queue.expected:
+            self._message(microbatch)
+
+    def _message(self, microbatch: int) -> _Message:
+        queue, key = self._queue, (self._stage.stage_index, microbatch)
+        while key not in queue.arrived:
+            queue.arrived[queue.expected[0]] = self._receive()
+            queue.expected.popleft()
+        return queue.arrived.pop(key)
+
+    def _receive(self) -> _Message:
+        """The next message of the channel."""
+        device = self._stage.device
+        head = self._bytes(_HEAD)
+        status, text_size, data_size = _NUMBERS.unpack_from(head)
+        whole = 0 <= text_size <= _MOST_TEXT and 0 <= data_size <= _memory(device)
+        if status not in (_DONE, _FAILED) or not whole:
+            raise BrokenChannel(_NO_MESSAGE)
+        if status == _FAILED:
+            return None
+        text = head[_NUMBERS.size :][:text_size]
+        if text_size > _ROOM:
+            text += self._bytes(text_size - _ROOM)
+        try:
+            signature = decode(text)
+            layout = Layout(signature.tensors, device)
+            if layout.nbytes != data_size:
+                raise SignatureError(f"a received message is not as long as {signature}")
+        except SignatureError as error:
+            # Fetch the whole message: the next one begins behind it.
+            if data_size > _MOST_DRAINED:
+                raise BrokenChannel(_NO_MESSAGE) from error
+            self._bytes(data_size)
+            return error
+        data = layout.empty()
+        self._post(data).wait()
+        return signature, data
+
+    def _bytes(self, count: int) -> bytes:
+        buffer = torch.empty(count, dtype=torch.uint8, device=self._stage.device)
+        self._post(buffer).wait()
+        return buffer.cpu().numpy().tobytes()
+
+
+def ports_of(binding: Binding, known: Signatures | None) -> dict[int, Ports]:
+    """The ports of this rank's stages; without known signatures each message describes itself."""
+    make, stages, trains = _Maker(binding, known), binding.stages, binding.trains
+    rank_of, here = binding.plan.placement.rank_of, binding.transport.rank
+    found = {stage: Ports() for stage in stages}
+    for stage, ports in found.items():
+        if stage + 1 in stages:  # both on this rank
+            ports.activations_out = Handover(detached=True)
+            found[stage + 1].activations_in = ports.activations_out
+            ports.gradients_in = found[stage + 1].gradients_out = Handover(detached=False)
+        elif stage + 1 < len(rank_of):
+            there = rank_of[stage + 1]
+            ports.activations_out = make.outgoing(stage, Channel(here, there, False))
+            if trains:
+                ports.gradients_in = make.incoming(stage, Channel(there, here, True))
+        if stage > 0 and stage - 1 not in stages:
+            there = rank_of[stage - 1]
+            ports.activations_in = make.incoming(stage, Channel(there, here, False))
+            if trains:
+                ports.gradients_out = make.outgoing(stage, Channel(here, there, True))
+    return found
+
+
+class _Maker:
+    """Makes the ports of channels."""
+
+    def __init__(self, binding: Binding, known: Signatures | None) -> None:
         self._binding = binding
         self._transport = binding.transport
-        self._signatures = signatures
+        self._known = known
         limited = binding.most_sends is not None and binding.sends_may_wait
-        self._sends = Sends(binding.most_sends or 0) if limited else None
+        self._shared = Sends(binding.most_sends or 0) if limited else None
         self._layouts: dict[object, Layout] = {}
+        self._queues: dict[Channel, Queue] = {}
 
-    def incoming(self, stage: int, channel: Channel) -> Incoming:
+    def incoming(self, stage: int, channel: Channel) -> Incoming | FirstIncoming:
         """The receiving end for a stage."""
-        signatures = (
-            [Signature(s.gradients) for s in self._signatures.leaving[stage]]
-            if channel.gradients
-            else self._signatures.arriving[stage]
-        )
-        layouts = [self._layout(stage, s.tensors) for s in signatures]
-        return Incoming(self._transport.receiver(channel), layouts, signatures)
+        owner = self._binding.stages[stage]
+        if self._known is not None:
+            signatures = (
+                [Signature(s.gradients) for s in self._known.leaving[stage]]
+                if channel.gradients
+                else self._known.arriving[stage]
+            )
+            layouts = [self._layout(stage, s.tensors) for s in signatures]
+            return Incoming(self._transport.receiver(channel), layouts, signatures)
+        queue = self._queues.setdefault(channel, Queue())
+        return FirstIncoming(self._transport.receiver(channel), owner, queue)
 
     def outgoing(self, stage: int, channel: Channel) -> Outgoing:
         """The sending end for a stage."""
-        post = self._transport.sender(channel)
+        place, known = (channel, stage), self._known
+        if known is None:
+            post = self._transport.sender(channel, eager=True)
+            return FirstOutgoing(place, post, self._binding.stages[stage].device)
         # In training, the gradient of a micro-batch shows that its activations have arrived.
         answered = self._binding.trains and not channel.gradients
-        limit = inf if answered or not self._binding.sends_may_wait else _UNDER_WAY
+        unlimited = answered or not self._binding.sends_may_wait
+        sends = self._shared or Sends(inf if unlimited else _UNDER_WAY)
+        post = self._transport.sender(channel)
         if channel.gradients:
-            arriving = self._signatures.arriving[stage]
-            layouts = [self._layout(stage, s.gradients) for s in arriving]
-            return Outgoing(post, layouts, limit=limit, sends=self._sends)
-        leaving = self._signatures.leaving[stage]
+            layouts = [self._layout(stage, s.gradients) for s in known.arriving[stage]]
+            return Outgoing(place, post, sends, layouts)
+        leaving = known.leaving[stage]
         layouts = [self._layout(stage, s.tensors) for s in leaving]
-        return Outgoing(post, layouts, leaving, limit=limit, sends=self._sends)
+        return Outgoing(place, post, sends, layouts, leaving)
 
     def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
         owner = self._binding.stages[stage]
@@ -298,184 +380,6 @@ class KnownPorts:
         return self._layouts[key]
 
 
-class Inbox:
-    """The receiving end of a channel: takes messages in their order, keeps early ones."""
-
-    def __init__(self, post: Post, order: Sequence[tuple[int, int]], device: torch.device) -> None:
-        self._post = post
-        self._device = device
-        self._order = order
-        self.received = 0
-        self._arrived: dict[tuple[int, int], _Message] = {}
-
-    def take(self, key: tuple[int, int]) -> _Message:
-        """The message for a (stage, micro-batch)."""
-        while key not in self._arrived:
-            self._arrived[self._order[self.received]] = self._receive()
-            self.received += 1
-        return self._arrived.pop(key)
-
-    def discard(self, key: tuple[int, int]) -> None:
-        """Receive a message unless it was taken, and forget it."""
-        if key in self._arrived or key in self._order[self.received :]:
-            self.take(key)
-
-    def _receive(self) -> _Message:
-        head = _read(self._fetch(self._bytes(_HEAD)))
-        status, text_size, data_size = _NUMBERS.unpack_from(head)
-        self._check(status, text_size, data_size)
-        if status == _FAILED:
-            return None
-        text = head[_NUMBERS.size :][:text_size]
-        if text_size > _ROOM:
-            text += _read(self._fetch(self._bytes(text_size - _ROOM)))
-        try:
-            signature = decode(text)
-            layout = Layout(signature.tensors, self._device)
-            if layout.nbytes != data_size:
-                raise SignatureError(f"a received message is not as long as {signature}")
-        except SignatureError as error:
-            # Fetch the whole message: the next one begins behind it.
-            if data_size > _MOST_DRAINED:
-                raise BrokenChannel(_NO_MESSAGE) from error
-            self._fetch(self._bytes(data_size))
-            return error
-        return signature, self._fetch(layout.empty())
-
-    def _check(self, status: int, text: int, data: int) -> None:
-        """Raise if a head is invalid: nothing after it can be read."""
-        if (
-            status in (_DONE, _FAILED)
-            and 0 <= text <= _MOST_TEXT
-            and 0 <= data <= _memory(self._device)
-        ):
-            return
-        raise BrokenChannel(_NO_MESSAGE)
-
-    def _fetch(self, buffer: torch.Tensor) -> torch.Tensor:
-        self._post(buffer).wait()
-        return buffer
-
-    def _bytes(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=self._device)
-
-
-class DescribedIncoming:
-    """Takes the values of one stage from an inbox, and notes their signatures."""
-
-    def __init__(self, inbox: Inbox, stage: PipelineStage) -> None:
-        self._inbox = inbox
-        self._stage = stage.stage_index
-        self._mesh_for = stage.mesh_for
-        self.learned: dict[int, Signature] = {}
-
-    def post(self, microbatch: int) -> None:
-        """Nothing: the size is unknown."""
-
-    def take(self, microbatch: int) -> Values:
-        """Wait for the values."""
-        message = self._inbox.take((self._stage, microbatch))
-        if message is None:
-            raise PeerFailed
-        if isinstance(message, SignatureError):
-            raise message
-        signature, data = message
-        self.learned[microbatch] = signature
-        tensors = Layout(signature.tensors, data.device, self._mesh_for).unpack(data)
-        return signature.filled(tensors), signature.spec
-
-    def discard(self, microbatch: int) -> None:
-        """Receive the values unless they were taken, and forget them."""
-        self._inbox.discard((self._stage, microbatch))
-
-
-class DescribedOutgoing:
-    """Sends values with their description, and notes their signatures."""
-
-    def __init__(self, post: Post, device: torch.device) -> None:
-        self._post = post
-        self._device = device
-        self._given: dict[int, tuple[Signature, torch.Tensor]] = {}
-        self._sent: deque[tuple[Handle, torch.Tensor]] = deque()
-        self.learned: dict[int, Signature] = {}
-
-    def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
-        """Pack the values."""
-        signature = self.learned[microbatch] = Signature.of(leaves, spec)
-        layout = Layout(signature.tensors, self._device)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._given[microbatch] = (signature, layout.pack(tensors).buffer)
-
-    def send(self, microbatch: int) -> None:
-        """Send the packed values."""
-        signature, data = self._given.pop(microbatch)
-        text = encode(signature)
-        head = self._head(_DONE, len(text), data.nbytes, text[:_ROOM])
-        more = [self._written(text[_ROOM:])] if len(text) > _ROOM else []
-        self._dispatch(microbatch, head, *more, data)
-
-    def fail(self, microbatch: int) -> None:
-        """Report a failure instead."""
-        self._given.pop(microbatch, None)
-        self._dispatch(microbatch, self._head(_FAILED, 0, 0, b""))
-
-    def settle(self, microbatch: int) -> None:
-        """Free what has left, of any micro-batch."""
-        while self._sent and self._sent[0][0].done:
-            self._sent.popleft()[0].wait()
-
-    def settle_all(self) -> None:
-        """Wait until every message has left."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
-
-    def _dispatch(self, microbatch: int, *buffers: torch.Tensor) -> None:
-        self.settle(microbatch)
-        self._sent += [(self._post(buffer), buffer) for buffer in buffers]
-
-    def _head(self, status: int, text_size: int, data_size: int, text: bytes) -> torch.Tensor:
-        numbers = _NUMBERS.pack(status, text_size, data_size)
-        return self._written((numbers + text).ljust(_HEAD, b"\0"))
-
-    def _written(self, data: bytes) -> torch.Tensor:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
-
-
-class DescribedPorts:
-    """Makes the ports of channels whose messages describe themselves."""
-
-    def __init__(self, binding: Binding) -> None:
-        self._stages = binding.stages
-        self._transport = binding.transport
-        self._plan = binding.plan
-        self._inboxes: dict[Channel, Inbox] = {}
-
-    def incoming(self, stage: int, channel: Channel) -> DescribedIncoming:
-        """The receiving end for a stage."""
-        owner = self._stages[stage]
-        if channel not in self._inboxes:
-            post = self._transport.receiver(channel)
-            self._inboxes[channel] = Inbox(post, self._order(channel), owner.device)
-        return DescribedIncoming(self._inboxes[channel], owner)
-
-    def outgoing(self, stage: int, channel: Channel) -> DescribedOutgoing:
-        """The sending end for a stage."""
-        post = self._transport.sender(channel, eager=True)
-        return DescribedOutgoing(post, self._stages[stage].device)
-
-    def _order(self, channel: Channel) -> list[tuple[int, int]]:
-        """The (stage, micro-batch) of each message, in the order of the plan's receives."""
-        rank_of, rows = self._plan.placement.rank_of, self._plan.rows_of(channel.receiver)
-        kind, step = (Kind.RECV_B, 1) if channel.gradients else (Kind.RECV_F, -1)
-        return [
-            (stage, microbatch)
-            for row, stage, microbatch in zip(
-                rows.kind.tolist(), rows.stage.tolist(), rows.microbatch.tolist(), strict=True
-            )
-            if row == kind and rank_of[stage + step] == channel.sender
-        ]
-
-
 def _memory(device: torch.device) -> int:
     """The bytes of a device's memory: no message is larger."""
     if device.type == "cuda":
@@ -483,7 +387,3 @@ def _memory(device: torch.device) -> int:
     if not hasattr(os, "sysconf"):
         return 1 << 46
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _read(buffer: torch.Tensor) -> bytes:
-    return buffer.cpu().numpy().tobytes()

@@ -1,17 +1,48 @@
-"""The flat program of a process: runs its instructions; after a failure, only its messages."""
+"""The program of a process: the actions of a plan, each resolved once to a function.
+
+If all stages run in one thread, there is a quicker program with the same gradients, the
+``plain_loop``: micro-batch by micro-batch, with one backward of all stages. No rank waits for
+another there, so the schedule's order gains nothing, and a step costs as much as a plain
+accumulation loop::
+
+    rank 0   F0           B0 │ F1           B1 │
+    rank 1      F0     B0    │    F1     B1    │ …
+    rank 2         F0 B0     │       F1 B1     │
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeAlias
 
+import torch
+
+from taktline import pytree
 from taktline.errors import StageError, TaktlineError, text_of
-from taktline.plan import Action
-
-
-class PeerFailed(Exception):
-    """The sender of a message has failed; it reports why at the end of the step."""
+from taktline.meta import Signature
+from taktline.plan import Action, Kind, Plan
+from taktline.runtime.ports import FirstIncoming, FirstOutgoing, Outgoing, PeerFailed, ports_of
+from taktline.runtime.random_numbers import RankRandom
+from taktline.runtime.runnable_plan import merged
+from taktline.runtime.stage_actions import (
+    Binding,
+    Handover,
+    OwnLosses,
+    Ports,
+    Signatures,
+    Work,
+    uncast,
+)
+from taktline.side_values import Aside, Replay, opened
+from taktline.stage import PipelineStage
+from taktline.stage.autograd_engine import accumulate
+from taktline.stage.grad_sync import GradSync
+from taktline.stage.names import parameters_of
+from taktline.transport import Channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +80,10 @@ Fate: TypeAlias = Callable[[Exception, StageError | None], None]
 
 
 class Program:
-    """All actions of one rank in a step, in order; or of all ranks of one process."""
+    """All actions of one rank in a step, in order; or of all ranks of one process.
+
+    After a failure it runs only what other ranks need: its messages.
+    """
 
     def __init__(
         self,
@@ -58,7 +92,7 @@ class Program:
         settles: Iterable[Callable[[], None]],
         joined: Callable[[], Sequence[Instruction]] | None = None,
     ) -> None:
-        """``rank_of`` has the rank of each stage; ``settles`` wait for all sends of a port.
+        """``rank_of`` has the rank of each stage; ``settles`` wait for all sends.
 
         ``joined`` returns fewer, equal instructions. They run unless each action is observed by
         itself.
@@ -95,7 +129,7 @@ class Program:
         except Exception as error:
             if isinstance(error, TaktlineError) and error.recoverable != "step":
                 raise  # the other ranks have left this step
-            located = self._located(self._instructions[min(self.position, len(runs) - 1)], error)
+            located = self._located(error)
             if fate is not None:
                 fate(error, located)
             failure = Failure(located)
@@ -120,7 +154,7 @@ class Program:
                 instruction.run()
                 after()
         except Exception as error:
-            raise self._located(running[self.position], error) from error
+            raise self._located(error) from error
         self.settle()
 
     def forgo(self, fate: Fate | None = None) -> None:
@@ -151,22 +185,283 @@ class Program:
                 if fate is not None:
                     fate(error, None)
 
-    def _located(self, instruction: Instruction, error: Exception) -> StageError:
-        action = instruction.running
-        rank = self._rank_of[action.stage]
-        return stage_error(error, rank, action.stage, action.microbatch, str(action))
+    def _located(self, error: Exception) -> StageError:
+        """An error of the running instruction, with its place."""
+        running = self._instructions[min(self.position, len(self._instructions) - 1)].running
+        rank = self._rank_of[running.stage]
+        return stage_error(error, rank, running.stage, running.microbatch, str(running))
 
 
 def stage_error(
     error: Exception, rank: int, stage: int, microbatch: int | None, action: str
 ) -> StageError:
     """An error with the rank, stage and action where it was raised."""
+    reason = f"{type(error).__name__}: {text_of(error)}"
     located = StageError(
-        rank=rank,
-        stage=stage,
-        microbatch=microbatch,
-        action=action,
-        reason=f"{type(error).__name__}: {text_of(error)}",
+        rank=rank, stage=stage, microbatch=microbatch, action=action, reason=reason
     )
     located.__cause__ = error
     return located
+
+
+def channels_of(plan: Plan) -> list[Channel]:
+    """All channels of a plan, in the order in which all ranks open them."""
+    rank_of = plan.placement.rank_of
+    pairs = {(a, b) for a, b in pairwise(rank_of) if a != b}
+    forward = {Channel(a, b, False) for a, b in pairs}
+    return sorted(forward | {Channel(b, a, True) for a, b in pairs})
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A program with its stage actions."""
+
+    program: Program
+    works: Mapping[int, Work]
+    ports: Mapping[int, Ports]
+    """The ports of the stages."""
+    binding: Binding
+    known: Signatures | None
+    """The signatures that the program was made for; None: it learns them."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that it runs."""
+        return self.binding.plan
+
+    def learned(self) -> Signatures:
+        """The signatures that a first run has found."""
+        arriving, leaving = dict[int, list[Signature]](), dict[int, list[Signature]]()
+        for stage, ports in self.ports.items():
+            sides = (arriving, ports.activations_in), (leaving, ports.activations_out)
+            for table, port in sides:
+                if isinstance(port, FirstIncoming | FirstOutgoing):
+                    table[stage] = [port.learned[m] for m in range(self.plan.microbatches)]
+        return Signatures(arriving, leaving)
+
+
+def bind(binding: Binding, known: Signatures | None) -> Bound:
+    """The program of this process; without known signatures each message describes itself."""
+    rank_of, drawing = binding.plan.placement.rank_of, binding.drawing
+    ports = ports_of(binding, known)
+    works = {index: Work(binding, known, index, ports[index]) for index in binding.stages}
+    rows = merged(binding.plan) if drawing else binding.plan.rows_of(binding.transport.rank)
+    each = [
+        instruction
+        for row in range(len(rows))
+        if (instruction := _instruction(rows.leaf(row), binding.stages, works, ports, rank_of))
+    ]
+    joined, loop = join(each, binding.stages, works), None
+    if drawing and known is not None and binding.trains:
+        loop = plain_loop(each, binding, known)
+    if isinstance(drawing, RankRandom):
+        each, joined = (_switching(program, drawing, rank_of) for program in (each, joined))
+
+    def quickest() -> Sequence[Instruction]:
+        # The random numbers of a rank depend on the order in which it computes.
+        return joined if loop is None or drawing is None or drawing.draws else loop
+
+    sends = [out for port in ports.values() for out in (port.activations_out, port.gradients_out)]
+    settles = [out.sends.settle_all for out in sends if isinstance(out, Outgoing)]
+    return Bound(Program(rank_of, each, settles, quickest), works, ports, binding, known)
+
+
+def _instruction(
+    action: Action,
+    stages: Mapping[int, PipelineStage],
+    works: Mapping[int, Work],
+    ports: Mapping[int, Ports],
+    rank_of: Sequence[int],
+) -> Instruction | None:
+    """The instruction of an action; None if this kind of stage has nothing to do for it."""
+    stage, m, work, port = action.stage, action.microbatch, works[action.stage], ports[action.stage]
+    if m is None:
+        sync = stages[stage].grad_sync
+        return None if sync is None else _sync_instruction(action, sync)
+    before, after = (
+        f"rank {rank_of[s]}" if 0 <= s < len(rank_of) else "" for s in (stage - 1, stage + 1)
+    )
+    match action.kind:
+        case Kind.F:
+            arrives, run = port.activations_in, work.forward
+            waits = before and f"activations from {before} (stage {stage - 1})"
+        case Kind.B | Kind.I:
+            arrives = port.gradients_in
+            run = work.backward if action.kind == Kind.B else work.backward_input
+            waits = after and f"gradients from {after} (stage {stage + 1})"
+        case Kind.W:
+            return Instruction(action, partial(work.backward_weight, m), None)
+        case Kind.RECV_F | Kind.RECV_B:
+            arrives = port.activations_in if action.kind == Kind.RECV_F else port.gradients_in
+            return Instruction(action, partial(arrives.post, m), partial(arrives.post, m))
+        case _:
+            forward = action.kind == Kind.SEND_F
+            out = port.activations_out if forward else port.gradients_out
+            waits = f"{after if forward else before} to receive what was sent"
+            return Instruction(action, partial(out.send, m), partial(out.fail, m), waits)
+    return Instruction(action, partial(run, m), arrives and partial(arrives.discard, m), waits)
+
+
+def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:
+    """The instruction of UNSHARD, RESHARD or REDUCE_GRAD on a wrapped stage."""
+    waits = "the replicas of this rank"
+    if action.kind == Kind.REDUCE_GRAD:
+        return Instruction(action, sync.reduce, sync.forgo_reduce, waits)
+    if not sync.shards:
+        return None
+    if action.kind == Kind.UNSHARD:
+        return Instruction(action, sync.unshard, sync.forgo_unshard, waits)
+    return Instruction(action, sync.reshard, sync.forgo_reshard)
+
+
+def _switching(
+    instructions: Sequence[Instruction], random: RankRandom, rank_of: Sequence[int]
+) -> list[Instruction]:
+    """The same instructions; wherever the rank changes, random numbers are those of the next."""
+    found, before = list[Instruction](), None
+    for each in instructions:
+        rank = rank_of[each.action.stage]
+        if rank != before:
+            each = replace(each, run=partial(_run_as, random, rank, each.run))
+        found.append(each)
+        before = rank
+    return found
+
+
+def _run_as(random: RankRandom, rank: int, run: Callable[[], None]) -> None:
+    random.switch(rank)
+    run()
+
+
+def join(
+    instructions: Sequence[Instruction],
+    stages: Mapping[int, PipelineStage],
+    works: Mapping[int, Work],
+) -> list[Instruction]:
+    """The same instructions with one full backward wherever W follows its I at once."""
+    found: list[Instruction] = []
+    for each in instructions:
+        stage, m, kind = each.action.stage, each.action.microbatch, each.action.kind
+        if (
+            kind == Kind.W
+            and m is not None
+            and stages[stage].may_join
+            and found
+            and found[-1].action == Action(stage, Kind.I, m)
+        ):
+            found[-1] = replace(found[-1], run=partial(works[stage].backward, m))
+        else:
+            found.append(each)
+    return found
+
+
+def plain_loop(
+    instructions: Sequence[Instruction], binding: Binding, known: Signatures
+) -> list[Instruction] | None:
+    """The same instructions as a plain loop; None if gradients could differ.
+
+    That is so for a weight of two stages: the loop would add its gradients in another order than
+    a first step, which a resumed run begins with, or a traced one.
+    """
+    stages, order = binding.stages, _order(instructions, binding.any_order)
+    if order is None or _share(stages) or not all(stage.may_join for stage in stages.values()):
+        return None
+    last = len(stages) - 1
+    backward = _Backward(last, stages[last].device)
+    works = list[Work]()
+    for stage in range(last + 1):
+        into = works[-1].ports.activations_out if works else None
+        out = Handover(detached=False) if stage < last else None
+        works.append(Work(binding, known, stage, Ports(into, out), backward.keep))
+    loop: list[Instruction] = []
+    for m in order:
+        for stage, work in enumerate(works):
+            loop.append(Instruction(Action(stage, Kind.F, m), partial(work.forward, m), None))
+        back = [Action(stage, Kind.B, m) for stage in range(last + 1)]
+        loop.append(
+            Instruction(back[-1], backward.run, None, at=lambda back=back: back[backward.stage])
+        )
+    return loop
+
+
+def _share(stages: Mapping[int, PipelineStage]) -> bool:
+    """Whether two stages train the same weight."""
+    trained = [{id(p) for p in parameters_of(s.submod) if p.requires_grad} for s in stages.values()]
+    return sum(map(len, trained)) > len(set[int]().union(*trained))
+
+
+def _order(instructions: Sequence[Instruction], any_order: bool) -> list[int] | None:
+    """The order in which all stages compute and add up micro-batches; None if they differ.
+
+    With ``any_order``, that in which they add up.
+    """
+    orders: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+    for each in instructions:
+        action = each.action
+        if action.microbatch is None:
+            return None
+        if action.kind != Kind.I and not (any_order and action.kind == Kind.F):
+            orders[action.stage, action.kind == Kind.F].append(action.microbatch)
+    first, *others = orders.values()
+    return first if all(each == first for each in others) else None
+
+
+class _Backward:
+    """The backward of a micro-batch through all stages, as one call.
+
+    Autograd runs the last computation first, so it goes from stage to stage. Hooks on the outputs
+    of each stage note where it is.
+    """
+
+    def __init__(self, last: int, device: torch.device) -> None:
+        self._last = self.stage = last
+        """``stage`` is the one that is running."""
+        self._device = device
+        self._roots: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+        self._asides: dict[int, Aside] = {}
+        self._hooks = [torch.empty(0) for _ in range(last + 1)]
+        """Each carries one hook for many nodes of a stage."""
+        for stage, hooks in enumerate(self._hooks):
+            hooks._backward_hooks = {0: partial(self._come, stage)}
+
+    def keep(self, stage: int, results: Sequence[Any], own: OwnLosses, aside: Aside | None) -> None:
+        """Keep the results of a forward for the backward."""
+        self._mark(stage, opened(results)[0])
+        for loss, gradient in zip(*own, strict=True):
+            if gradient is not None:
+                self._roots.append(loss)
+                self._gradients.append(gradient)
+        if aside is not None:
+            self._mark(stage, [skip.value for skip in aside.skips.values() if skip.stage == stage])
+            self._mark(stage, aside.losses)
+            aside.replays = True
+            self._asides[stage] = aside
+
+    def run(self) -> None:
+        """Add up the gradients of all stages."""
+        roots, gradients, asides = self._roots, self._gradients, self._asides
+        self._roots, self._gradients, self._asides, self.stage = [], [], {}, self._last
+        if asides:
+            with Replay(lambda: asides.get(self.stage) or Aside(self.stage, {})):
+                uncast(self._device, accumulate, roots, gradients)
+        elif roots:
+            uncast(self._device, accumulate, roots, gradients)
+
+    def _mark(self, stage: int, values: Sequence[Any]) -> None:
+        """Hook the nodes of all tensors among some values."""
+        for value in values:
+            tensors = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    self._hook(stage, tensor.grad_fn)
+
+    def _hook(self, stage: int, node: Any) -> None:
+        share = getattr(node, "_register_hook_dict", None)
+        if share is not None:
+            share(self._hooks[stage])
+        else:  # slower, without the private way
+            node.register_prehook(partial(self._come, stage))
+
+    def _come(self, stage: int, _: object) -> None:
+        self.stage = stage

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
-from typing import TypeAlias
 
 import torch
-
-from taktline.runtime.program import Instruction
 
 _CALLER = -1
 """Stands for the caller's own numbers, among those of the ranks."""
 
 LOSS = -1
 """Stands for ``loss_fn`` among the stages of seeds: its numbers do not depend on the cuts."""
-
-Seeded: TypeAlias = Callable[
-    [tuple[int, int, int, int], torch.device], AbstractContextManager[None]
-]
-"""The type of :func:`seeded`, and of its replacement in a CUDA graph."""
 
 
 def seed_of(key: tuple[int, int, int, int]) -> int:
@@ -72,7 +63,9 @@ class Drawing:
         try:
             yield
         finally:
-            self.draws = self.draws or not _equal(begun, self.states())
+            pairs = zip(chain(*begun), chain(*self.states()), strict=True)
+            same = all(a is b or torch.equal(a, b) for a, b in pairs)
+            self.draws = self.draws or not same
 
 
 class RankRandom(Drawing):
@@ -128,25 +121,3 @@ class RankRandom(Drawing):
             states[self._rank] = generator.get_state()
             generator.set_state(states[rank])
         self._rank = rank
-
-    def between(
-        self, instructions: Iterable[Instruction], rank_of: Sequence[int]
-    ) -> Iterator[Instruction]:
-        """The same instructions, with a switch wherever the rank changes."""
-        before = _CALLER
-        for each in instructions:
-            rank = rank_of[each.action.stage]
-            yield each if rank == before else replace(each, run=self._switched(rank, each.run))
-            before = rank
-
-    def _switched(self, rank: int, run: Callable[[], None]) -> Callable[[], None]:
-        def switched() -> None:
-            self.switch(rank)
-            run()
-
-        return switched
-
-
-def _equal(some: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> bool:
-    pairs = zip(chain(*some), chain(*others), strict=True)
-    return all(a is b or torch.equal(a, b) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Agreement on failures among data-parallel replicas of a pipeline."""
+"""The replicas of a rank's stages: their wrappers, and agreement on failures among them."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Replicas:
         """Whether a stage of this rank averages its gradients."""
         return bool(self._syncs)
 
+    @property
+    def in_company(self) -> bool:
+        """Whether processes of other pipelines take part in the work of this rank's stages."""
+        return bool(self._others)
+
     def check(self, transport: Transport) -> None:
         """Before the first step: find the wrapped stages; raise if one cannot work here."""
         if self._checked:
             return
-        wrapped = {
-            stage: sync
-            for stage in self._stages
-            if (sync := _grad_sync(stage, transport)) is not None
-        }
-        groups: dict[dist.ProcessGroup, str] = {
-            group: "replica" for sync in wrapped.values() for group in sync.groups
-        }
+        wrapped = [(stage, _grad_sync(stage, transport)) for stage in self._stages]
+        found = [(stage, sync) for stage, sync in wrapped if sync is not None]
+        groups = {group: "replica" for _, sync in found for group in sync.groups}
         if isinstance(transport, Distributed):
             for stage in self._stages:
                 groups |= dict.fromkeys(_work_groups(stage), "tensor-parallel rank")
@@ -63,9 +63,9 @@ class Replicas:
             for group, noun in groups.items()
             if group.size() > 1 and len(_shared(stage, group)) == 1
         ]
-        for stage, sync in wrapped.items():
+        for stage, sync in found:
             _check(stage, sync)
-        self._syncs = list(wrapped.values())
+        self._syncs = [sync for _, sync in found]
         self.accumulate(self._accumulating)
         self._checked = True
 
@@ -75,16 +75,11 @@ class Replicas:
         ``what`` is the call that this rank is in; different calls are an error, too.
         """
         for noun, others in self._others:
-            error = _agreed(_in_replica(error, noun, others.rank), what, noun, others)
+            if error is not None and not text_of(error).startswith(("replica ", "tensor-parallel")):
+                error = retold(error, f"{noun} {others.rank}: {text_of(error)}")
+            error = _agreed(error, what, noun, others)
         # The ranks that share their work know the error now, and pass it on to their pipeline.
-        if self.pipeline is not None:
-            error = _agreed(error, what, "rank", self.pipeline)
-        return error
-
-    @property
-    def in_company(self) -> bool:
-        """Whether processes of other pipelines take part in the work of this rank's stages."""
-        return bool(self._others)
+        return error if self.pipeline is None else _agreed(error, what, "rank", self.pipeline)
 
     def computes_together(self, stage: int) -> bool:
         """Whether other ranks compute a stage together with this one."""
@@ -138,13 +133,6 @@ def _agreed(
     return MismatchError(
         f"the ranks disagree on the call: {calls}; make the same calls in the same order on each"
     )
-
-
-def _in_replica(error: TaktlineError | None, noun: str, number: int) -> TaktlineError | None:
-    """An error of this rank, with its replica."""
-    if error is None or text_of(error).startswith(("replica ", "tensor-parallel rank ")):
-        return error
-    return retold(error, f"{noun} {number}: {text_of(error)}")
 
 
 def _grad_sync(stage: PipelineStage, transport: Transport) -> GradSync | None:

@@ -10,11 +10,12 @@ from typing import cast
 import numpy as np
 
 from taktline.checks import require_whole, warn
-from taktline.errors import DeadlockError, ScheduleError
+from taktline.errors import ScheduleError
 from taktline.plan import Kind, Level, Plan, lower, require_valid, restrict, validate
-from taktline.plan.deps import needs
 from taktline.plan.rows import Rows
+from taktline.plan.walk import unit_run
 
+_OF_WRAPPED = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 _MESSAGES = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 
 
@@ -70,7 +71,7 @@ class Runnable:
         reduces: whether stages of any rank average gradients over replicas.
         limits: what a rank may hold at a time.
 
-    Actions for either are added unless the plan has its own.
+    Actions for either are added, unless the plan has its own.
 
     >>> from taktline.plan import build
     >>> runnable = Runnable(build("1f1b", ranks=2, microbatches=2))
@@ -94,6 +95,7 @@ class Runnable:
         self._shards = shards
         self._reduces = reduces
         self._check_sends()
+        self._check_wrapped()
         if not self.sends_may_wait:
             warn(
                 f"plan {plan.name!r} can deadlock where a send waits until its receive is posted: "
@@ -112,6 +114,16 @@ class Runnable:
                 + ("waits for one before its receive is posted" if most else "is one message")
                 + "; increase the limit, or leave out the SEND and RECV of the plan"
             )
+
+    def _check_wrapped(self) -> None:
+        """Raise if a plan has some, but not all actions of its wrapped stages."""
+        needed = {Kind.UNSHARD: self._shards, Kind.REDUCE_GRAD: self._reduces}
+        for kind, needs in needed.items():
+            if needs and self.plan.has(*_OF_WRAPPED) and not self.plan.has(kind):
+                raise ScheduleError(
+                    f"plan {self.plan.name!r} has no {kind.name}, which wrapped stages need; add "
+                    "it, or leave out UNSHARD, RESHARD and REDUCE_GRAD, and all are added for you"
+                )
 
     def with_wrapped(self, *, shards: bool, reduces: bool) -> Runnable:
         """The same plan for wrapped stages."""
@@ -134,93 +146,44 @@ class Runnable:
     def lowered(self) -> Plan:
         """The plan with its messages, and the actions of wrapped stages."""
         plan = self.plan
-        shards = self._shards and not plan.has(Kind.UNSHARD, Kind.RESHARD)
-        reduces = self._reduces and not plan.has(Kind.REDUCE_GRAD)
-        if plan.level == Level.COMPUTE:
-            return self._lowered(plan, shards=shards, reduces=reduces)
-        if shards or reduces:
+        if (self._shards or self._reduces) and not plan.has(*_OF_WRAPPED):
             by_rank = [plan.rows_of(rank) for rank in range(plan.ranks)]
-            plan = plan.with_rows([_wrapped(rows, shards, reduces) for rows in by_rank], plan.level)
-        return lower(plan)
+            plan = plan.with_rows([rows[rows.kind <= Kind.W] for rows in by_rank], Level.COMPUTE)
+        if plan.level > Level.COMPUTE:
+            return lower(plan)
+        return self._lowered(plan, reduces=self._reduces)
 
     @cached_property
     def forward_only(self) -> Plan:
         """The forwards in the plan's order, with their messages."""
         by_rank = [self.plan.rows_of(rank) for rank in range(self.plan.ranks)]
         forwards = [rows[rows.kind == Kind.F] for rows in by_rank]
-        apart = [Rows.of(rows.kind, rows.stage, rows.microbatch) for rows in forwards]
-        plan = self.plan.with_rows(apart, Level.COMPUTE)
-        return self._lowered(plan, shards=self._shards, reduces=False)
+        plain = [Rows.of(rows.kind, rows.stage, rows.microbatch) for rows in forwards]
+        plan = self.plan.with_rows(plain, Level.COMPUTE)
+        return self._lowered(plan, reduces=False)
 
-    def _lowered(self, plan: Plan, *, shards: bool, reduces: bool) -> Plan:
-        keep_ready = self.limits.max_active_stages if shards else None
+    def _lowered(self, plan: Plan, *, reduces: bool) -> Plan:
+        keep_ready = self.limits.max_active_stages if self._shards else None
         return lower(plan, keep_ready=keep_ready, ahead=self._ahead, reduce=reduces)
-
-
-def _wrapped(rows: Rows, shards: bool, reduces: bool) -> Rows:
-    """Rows of any level, with each stage gathered from its first to its last computation."""
-    second, joined = rows.second_of_pair(), rows.joined
-    added: list[tuple[Kind, int, float]] = []
-    computes = rows.kind <= Kind.W
-    for stage in np.unique(rows.stage[computes]).tolist():
-        at = np.flatnonzero(computes & (rows.stage == stage))
-        # Around an overlapped pair, not between its halves.
-        first, last = at[0] - int(second[at[0]]), at[-1] + int(joined[at[-1]])
-        if shards:
-            added += [(Kind.UNSHARD, stage, first - 0.5), (Kind.RESHARD, stage, last + 0.5)]
-        if reduces and np.isin(rows.kind[at], (Kind.B, Kind.W)).any():
-            added.append((Kind.REDUCE_GRAD, stage, last + 0.25))
-    kinds, stages, places = (np.array([each[i] for each in added]) for i in range(3))
-    order = np.argsort(np.concatenate([np.arange(len(rows)), places]), kind="stable")
-    return Rows.concatenate([rows, Rows.of(kinds, stages)])[order]
 
 
 def merged(plan: Plan) -> Rows:
     """The rows of all ranks in one order, without messages; computed once for a plan.
 
-    A rank that gets a result goes on with it, so that no rank runs ahead of the others::
+    In the order of their times, if every F, I and W takes as long as any other; those of a later
+    rank first, so that values are taken before the next ones are made::
 
-        rank 0   F0           F1                   F2
-        rank 1      F0           F1          B0       F2
-        rank 2         F0 B0        F1 B1                F2 B2
+        rank 0   F0    F1                         B0 B1
+        rank 1      F0       F1             B0 B1
+        rank 2            F0    F1    B0 B1
 
     >>> from taktline.plan import build, lower
     >>> rows = merged(lower(build("gpipe", ranks=3, microbatches=2)))
     >>> " ".join(map(str, rows.actions()))
-    '0F0 1F0 2F0 0F1 1F1 2F1 2B0 1B0 0B0 2B1 1B1 0B1'
+    '0F0 1F0 0F1 2F0 1F1 2F1 2B0 2B1 1B0 1B1 0B0 0B1'
     """
     if "merged" not in plan.known:
-        rows = plan.rows[np.array(_order(plan), np.intp)]
+        rows = plan.rows[np.lexsort((-plan.rank_of_rows(), unit_run(plan).start))]
         rows = rows[~np.isin(rows.kind, _MESSAGES)]
         plan.known["merged"] = Rows.of(rows.kind, rows.stage, rows.microbatch)
     return cast(Rows, plan.known["merged"])
-
-
-def _order(plan: Plan) -> list[int]:
-    """All rows, each after the row that it waits for."""
-    waits, rank_of = needs(plan).waits.tolist(), plan.rank_of_rows().tolist()
-    awaited = {source: rank_of[row] for row, source in enumerate(waits) if source >= 0}
-    at, ends = plan.offsets[:-1].tolist(), plan.offsets[1:].tolist()
-    done = [False] * len(waits)
-    order: list[int] = []
-    ready = list(range(plan.ranks))
-    while ready:
-        rank = ready.pop()
-        while at[rank] < ends[rank]:
-            row = at[rank]
-            if waits[row] >= 0 and not done[waits[row]]:
-                break  # the rank that computes the awaited row makes this one ready again
-            order.append(row)
-            done[row] = True
-            at[rank] += 1
-            if row in awaited:
-                ready += (rank, awaited[row])
-                break
-    if len(order) < len(waits):  # never in a valid plan
-        stuck = [(rank, row) for rank, row in enumerate(at) if row < ends[rank]]
-        leaf = plan.rows.leaf
-        raise DeadlockError(
-            "no rank can go on"
-            + "".join(f"\n  rank {r}: {leaf(row)} waits for {leaf(waits[row])}" for r, row in stuck)
-        )
-    return order

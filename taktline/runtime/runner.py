@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from taktline.errors import MismatchError, TaktlineError, text_of
+from taktline.batch_norm import update_all
+from taktline.checks import require_flag
+from taktline.errors import BatchError, MismatchError, TaktlineError, text_of
 from taktline.plan import Plan
 from taktline.runtime import updates
 from taktline.runtime.agreement import (
-    WHICH_STEP,
-    Agreed,
+    SAME_STEP,
     Agreement,
     Record,
-    ScheduleNumber,
     difference,
+    introduce,
+    option,
     other_kind,
-    repeatable,
-    warn_of_no_effect,
+    whole_model,
 )
-from taktline.runtime.bind import Bound, bind, channels_of
-from taktline.runtime.capture import Captures, CudaGraphs, Graphs
+from taktline.runtime.capture import Captures, Graphs
 from taktline.runtime.fingerprint import DataCheck, digest_of
-from taktline.runtime.introduction import digest, examples, introduce, whole_model
-from taktline.runtime.losses import LossRelay
-from taktline.runtime.program import Failure
+from taktline.runtime.losses import (
+    LossRelay,
+    LossWeights,
+    by_rows,
+    listed,
+    mean_of,
+    scales,
+    warn_if_uneven,
+)
+from taktline.runtime.microbatch import Batch, Cutter, merge_chunks
+from taktline.runtime.program import Bound, Failure, bind, channels_of
 from taktline.runtime.random_numbers import Drawing, RankRandom
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
-from taktline.runtime.step_data import Binding, Feed, Signatures
-from taktline.runtime.ties import Ties
+from taktline.runtime.stage_actions import Binding, Feed, Signatures
+from taktline.runtime.ties import Ties, TieUse
 from taktline.runtime.trace import TraceRecorder, watching
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
@@ -47,82 +56,101 @@ from taktline.transport.turn import Turn
 
 _REMEMBERED = 8
 """The most kinds of steps whose programs are kept."""
+_numbered: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
+"""How many schedules have begun their first step on the same ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of step() or eval()."""
+
+    batch: Batch
+    number: int
+    """Of the training step."""
+    trains: bool
+    outputs: bool = True
+    losses: list[torch.Tensor] | None = None
+    aux_losses: list[torch.Tensor] | None = None
+    share_losses: bool = False
+    loss_keywords: dict[str, Any] | None = None
+    loss_weights: LossWeights | None = None
+    scale_grads: bool = True
+    grad_scale: float = 1.0
+    finalizes: bool = True
+    """Whether gradients of sharded stages are reduced."""
+
+    def __str__(self) -> str:
+        if not self.trains:
+            return "eval()"
+        return "step()" if self.finalizes else "step(finalize_gradients=False)"
+
+    def check(self) -> None:
+        """Raise if the arguments are of the wrong type."""
+        for name, wanted in (("losses", self.losses), ("aux_losses", self.aux_losses)):
+            if wanted is not None and not isinstance(wanted, list):
+                raise BatchError(f"{name} must be a list to fill, not {type(wanted).__name__}")
+        require_flag("share_losses", self.share_losses, BatchError)
+        require_flag("return_outputs", self.outputs, BatchError)
+        require_flag("finalize_gradients", self.finalizes, BatchError)
+        if self.trains and not torch.is_grad_enabled():
+            raise MismatchError("step() trains, but under torch.no_grad() it cannot; call eval()")
 
 
 class Runner:
     """Runs the steps of one schedule on this rank, or on all ranks if they are in this process.
 
-    A schedule makes these calls for a step, and every rank raises the same error::
-
-        with runner.call(…) as feed:
-            kind = runner.agree(record, data, error)     with the other ranks, on the step
-            failure = runner.compute(kind, failure)      the program
-            runner.conclude(failure)                     with the other ranks, on the outcome
+    :meth:`run` is a call of step() or eval(), from its beginning to its end.
     """
 
+    compared: Sequence[str] = ("args", "target")
+    """The parts of a batch that must be the same on every rank that gets them."""
     recorder: TraceRecorder | None = None
     """Records the steps, while there is a trace."""
     stall_after: float | None = STALL_SECONDS
     check_finite = False
+    loss: torch.Tensor | None = None
+    """The mean loss of the last call, if every rank got the losses."""
     stepped_at = 0
     """When the latest training step has ended; 0 before the first one, and after a load."""
     unreduced = False
     """Whether the running ``accumulate()`` has gradients of a step."""
-    runs_ahead = False
-    """Whether the user allows steps without an exchange."""
-    _repeatable: Agreed | None = None
-    """The latest step, if others like it need no exchange."""
-    _warned = False
-    """Whether it was logged that run_ahead has no effect."""
     _failed = False
     """Whether the latest call has raised: then all ranks know."""
-
-    # Of the running call:
-    _record = Record()
-    """What this rank says of it."""
-    _flags: Sequence[str] = ()
-    """What the stages and autocast say of it."""
-    _kind: tuple[int, ...] = ()
-    _bound: Bound | None = None
-    """Its program."""
-    _learns = False
-    """Whether the program finds out what crosses boundaries."""
-    _end = ExitStack()
-    """Closed at its end."""
+    _warned = False
+    """Whether it was said that micro-batches of equal weight differ in size."""
+    _number = 0
+    """Which schedule of these ranks it is, by their first steps; 0 before."""
 
     def __init__(
         self,
         name: str,
         make_plan: Callable[[int], Plan],
         stages: Sequence[PipelineStage],
-        microbatches: int,
+        cutter: Cutter,
         *,
         loss_fn: Callable[..., torch.Tensor] | None,
-        parts: Callable[[int], int],
+        merge_spec: Any = None,
         seed: int | None,
         dynamic_shapes: bool,
         limits: Limits,
         idle: PipelineStage | None = None,
     ) -> None:
-        """``parts`` returns the number of micro-batches for a number of rows.
-
-        A rank without stages has the group and device of the stage ``idle``.
-        """
+        """A rank without stages has the group and device of the stage ``idle``."""
         self._name = name
         self._turn = Turn(name)
         self._make_plan = make_plan
         self._stages = list(stages)
         anywhere = idle or self._stages[0]
         self._group, self.device = anywhere.group, anywhere.device
-        self._microbatches = microbatches
+        self.cutter = cutter
         self._loss_fn = loss_fn
-        self._parts = parts
+        self.merge_spec = merge_spec
         self._seed = seed
         self._dynamic_shapes = dynamic_shapes
         self._limits = limits
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
-        self._blueprint: Blueprint = ()
+        self._model: Blueprint = ()
         """Of the model that the stages were cut from, if it is known."""
         self._reduces = self._in_company = False
         """Whether a stage of any rank averages its gradients, or shares its work in any way."""
@@ -130,7 +158,6 @@ class Runner:
         """The random numbers of all ranks, where they run in this process."""
         self._drawing: Drawing | None = None
         """The same; or finds out whether a single rank draws."""
-        self._identity = ScheduleNumber(self._group)
         self._calls = 0
         self._channels: list[Channel] = []
         self._data = DataCheck()
@@ -142,20 +169,13 @@ class Runner:
     def capture(self, graphs: Graphs | None = None) -> None:
         """Capture programs as CUDA graphs, or with ``graphs``, and replay them."""
         self._captures = Captures(
-            graphs or CudaGraphs(self.device), self._stages, dynamic_shapes=self._dynamic_shapes
+            self._stages, self.device, graphs, dynamic_shapes=self._dynamic_shapes
         )
 
     @property
     def captured(self) -> str:
         """The captured programs, as text; empty without captures."""
         return "" if self._captures is None else str(self._captures)
-
-    def awaits_update(self) -> bool:
-        """Whether gradients of steps on this rank wait for an optimizer."""
-        if self.unreduced or not self.stepped_at:
-            return self.unreduced
-        parameters = (each for stage in self._stages for each in stage.submod.parameters())
-        return updates.wait(parameters, self.stepped_at)
 
     def run_all_ranks(self, count: int) -> None:
         """Run all ranks of the plan in one thread, where messages are handed over as they are."""
@@ -190,6 +210,356 @@ class Runner:
         transport = self.transport if isinstance(self.transport, Distributed) else None
         return Watch(self._name, transport)
 
+    # A call of step() or eval(), from its beginning to its end.
+
+    def run(self, call: Call) -> Any:
+        """Run a batch; returns the outputs where the last stage is. Every rank raises an error."""
+        output = failure = error = None
+        record, data = Record(), (None, None)
+        with self._in_call() as feed:
+            feed.trains, feed.finalizes = call.trains, call.finalizes
+            try:
+                call.check()
+                flags = self._check()
+                record, data = self._cut(call, flags)
+            except Exception as raised:
+                error = self.agreement.located(raised)
+            record, kind = self._agree(call, record, data, error)
+            try:
+                self._weigh(call)
+            except Exception as raised:
+                failure = Failure(self.agreement.located(raised))
+            known = self._known.pop(kind, None)
+            bound = known if isinstance(known, Bound) else self._bind(known, call.trains)
+            ties = self._ties.step(trains=call.trains) if self._ties.there else nullcontext()
+            with ties:
+                failure = self._compute(kind, bound, failure)
+                if failure is None:
+                    try:
+                        output = self.merged(feed)
+                    except Exception as raised:
+                        failure = Failure(self.agreement.located(raised))
+                routes = self._conclude(record, bound, failure)
+            if self.recorder is not None:
+                self.recorder.keep()
+            if not self._dynamic_shapes:
+                self._remember(kind, bound.learned().along(routes) if known is None else bound)
+            self._failed = False
+            if call.trains:
+                self.stepped_at, self.unreduced = updates.now(), self._ties.accumulating
+        update_all(feed.observed)
+        if call.losses is not None and feed.losses:
+            call.losses[:] = listed(feed.losses, feed.microbatches)
+        if call.aux_losses is not None and feed.aux_losses:
+            call.aux_losses[:] = listed(feed.aux_losses, feed.microbatches)
+        self.loss = mean_of(feed.losses, feed.scales) if call.share_losses else None
+        feed.clear()
+        return output
+
+    @contextmanager
+    def _in_call(self) -> Iterator[Feed]:
+        """Inside, an error is reported to the other ranks."""
+        self._failed = True
+        self._watch.seconds = self.stall_after
+        with self._turn, self._watch:
+            self._feed.clear()
+            try:
+                yield self._feed
+            except TaktlineError as error:
+                if error.recoverable != "step" or self.agreement.has_verdict():
+                    self._leave(error)
+                self._feed.clear()
+                raise
+            except BaseException as error:  # Ctrl-C, or a wait in a group that is not ours
+                cause = self.agreement.cause(error)
+                self._leave(cause or error)
+                if cause is not None:
+                    raise cause from error
+                self._note_rank(error)
+                raise
+
+    def _check(self) -> list[str]:
+        """Raise if a stage does not fit: all checks before the first step, ties before each.
+
+        Returns what the stages and autocast say of the call.
+        """
+        count = self.runnable.plan.stages
+        if not self._number:
+            for stage in self._stages:
+                if stage.num_stages != count:
+                    raise MismatchError(
+                        f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), but "
+                        f"the plan has {counted(count, 'stage')}; make them equal"
+                    )
+            self.replicas.check(self.transport)
+            self._model = whole_model(self._stages)
+        if not self._number or self._ties.uses:
+            self._ties.check()
+        if not self._feed.finalizes and self._ties.uses and self.replicas.shards:
+            raise MismatchError(
+                "finalize_gradients=False leaves gradients of sharded stages unreduced, but "
+                "tied weights need them; use accumulate()"
+            )
+        return [_autocast(self.device), *(str(stage.begin()) for stage in self._stages)]
+
+    def _cut(self, call: Call, flags: Sequence[str]) -> tuple[Record, tuple[Any, Any]]:
+        """Cut the arguments; returns what the batch says of this call, and the compared data."""
+        feed, batch = self._feed, call.batch
+        feed.loss_keywords = call.loss_keywords or {}
+        feed.number, feed.grad_scale = call.number, call.grad_scale
+        feed.shares = call.share_losses
+        feed.wants_losses = call.share_losses or call.losses is not None
+        if call.outputs and self._has_last:
+            feed.outputs = {}
+        batch.cutter = self.cutter_for(batch)
+        mine = batch
+        if not any(stage.is_first for stage in self._stages):
+            mine = replace(batch, args=(), arg_mbs=None)  # keyword arguments are for all stages
+        rows, target = mine.size(), 0
+        feed.arguments, feed.keywords = mine.arguments(rows)
+        if self._computes_losses:
+            if call.trains and batch.target is None and batch.target_mbs is None:
+                raise BatchError(
+                    "step() trains, so the rank of the last stage needs target=… for loss_fn; "
+                    "call eval() to run forward only"
+                )
+            size = batch.target_size()
+            target = size if batch.cutter.target_spec is None else 0
+        inputs = digest_of([str(mine.digest()), *flags])
+        return Record(batch=rows, target=target, inputs=inputs), batch.compared(self.compared)
+
+    def cutter_for(self, batch: Batch) -> Cutter:
+        """How a batch is cut; an error that it raises is raised on every rank."""
+        return self.cutter
+
+    def _agree(
+        self, call: Call, record: Record, data: Sequence[Any], error: TaktlineError | None
+    ) -> tuple[Record, tuple[int, ...]]:
+        """Raise unless all ranks are about to do the same; ``error``: this rank cannot.
+
+        Returns the record of this rank, and the kind of step: mode, micro-batches and inputs of
+        all ranks.
+        """
+        self._watch.doing = "begins a step"
+        number, compared, arguments, targets = 0, 0, 0, 0
+        if isinstance(self.transport, Distributed):
+            # Not on local ranks: they get the same objects, and Ctrl-C may skip calls of some.
+            number = self._calls + 1
+            compared, arguments, targets = self._data.fingerprints(number, *data)
+        mine = record._replace(
+            failed=int(error is not None),
+            schedule=self._number,
+            call=number,
+            step=self._feed.number,
+            plan=0 if error is not None else self.runnable.fingerprint,
+            shares=self._feed.shares,
+            traces=self.recorder is not None,
+            compared=compared,
+            arguments=arguments,
+            targets=targets,
+        )
+        with self.agreement.with_replicas(str(call)):
+            records = self.agreement.share(mine, error, str(call))
+            if reason := difference(SAME_STEP, records):
+                raise MismatchError(reason)
+            self._calls = number
+            if not self._number:
+                self._introduce()
+            if reason := other_kind(records):
+                raise MismatchError(reason)
+        rows = max(record.batch for record in records)
+        self._feed.rows, self._feed.microbatches = rows, self.cutter.parts(rows)
+        kind = (call.trains, self._feed.microbatches, *(each.inputs for each in records))
+        return mine, kind
+
+    def _introduce(self) -> None:
+        """Before the first step: compare the parts of all ranks, and open the channels."""
+        plan, replicas = self.runnable.plan, self.replicas
+        rank_of = [rank // len(self.ranks) for rank in plan.placement.rank_of]
+        options = (
+            option("schedule", self._name),
+            option("microbatches", self.cutter.microbatches),
+            option("number of stages", plan.stages),
+            option("loss_fn", None if self._loss_fn is None else "given"),
+            option("dynamic_shapes", self._dynamic_shapes),
+            option("plan", plan.digest()[:8]),
+        )
+        mine = {
+            "stages": [stage.stage_index for stage in self._stages],
+            "shards": replicas.shards,
+            "reduces": replicas.reduces,
+            "in_company": replicas.in_company,
+            "ties": [asdict(use) for use in self._ties.uses],
+            "number": _numbered.get(self.transport, 0) + 1,
+        }
+        ranks = introduce(self.transport, mine, options, self._model, rank_of)
+        # The same plan on every rank, though only some of them may hold wrapped stages.
+        self._reduces = any(rank["reduces"] for rank in ranks)
+        shards = any(rank["shards"] for rank in ranks)
+        self.runnable = self.runnable.with_wrapped(shards=shards, reduces=self._reduces)
+        if len({rank["in_company"] for rank in ranks}) > 1:
+            replicas.pipeline = self.transport
+        self._in_company = any(rank["in_company"] for rank in ranks)
+        if isinstance(self.transport, Distributed):
+            self.transport.plane.in_company |= self._in_company
+        channels = self._ties.find_holders(
+            [[TieUse.from_plain(use) for use in rank["ties"]] for rank in ranks]
+        )
+        if self._random is None:
+            channels |= set(channels_of(self.runnable.plan))
+        self._channels = sorted(channels)
+        self.transport.open(self._channels)
+        if self.transport.size == 1 and self._drawing is None:
+            self._drawing = Drawing(self.device)
+        self._ties.begin(self.transport, plan.placement.rank_of)
+        if self.transport.size > 1 and not _on_host(self.device):
+            self.agreement.relay = LossRelay(self.transport, rank_of, self.device)
+        self._number = _numbered[self.transport] = ranks[0]["number"]
+
+    def _weigh(self, call: Call) -> None:
+        """Cut the target and weigh micro-batches, now that all ranks know the rows of the batch."""
+        feed, cutter = self._feed, self.cutter
+        call.batch.require_whole(feed.rows)
+        if self._computes_losses:
+            feed.targets = call.batch.targets(feed.rows)
+        feed.scale = 1 / feed.microbatches if call.scale_grads else 1.0
+        if cutter.fewer and call.scale_grads:
+            feed.row_scales = by_rows(feed.rows, feed.microbatches)
+        if feed.targets is None:
+            return
+        if call.loss_weights is not None:
+            feed.scales = scales(call.loss_weights, feed.targets, normalised=call.scale_grads)
+        elif feed.row_scales is not None:
+            feed.scales = feed.row_scales
+        elif call.scale_grads and not self._warned:
+            self._warned = warn_if_uneven(feed.rows, feed.targets)
+
+    def _compute(
+        self, kind: tuple[int, ...], bound: Bound, failure: Failure | None
+    ) -> Failure | None:
+        """Run a program; returns its failure.
+
+        After a failure, run nothing, but take part, so that the other ranks hear of it.
+        """
+        feed, watch, judge = self._feed, self._watch, self.agreement.judge
+        # Buffers outlive the step, so they must not be made in inference mode.
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(feed.trains),
+            torch.autograd.set_multithreading_enabled(False),
+            self.replicas.step(finalizes=feed.finalizes),
+            nullcontext() if self._drawing is None else self._drawing.step(),
+            watching(self.recorder, bound, self.transport) as wrap,
+        ):
+            watch.program = bound.program
+            if failure is not None:
+                bound.program.forgo(judge)
+            elif self._captures is None or wrap is not None:
+                failure = bound.program.run(wrap, judge)
+            else:
+                failure = self._captures.run(kind, bound, partial(bound.program.run, wrap, judge))
+        watch.program, watch.doing = None, "adds up gradients of tied weights"
+        if self._ties.there:
+            failure = self._ties.add_up(failure)
+        watch.doing = "ends a step"
+        return failure
+
+    def merged(self, feed: Feed) -> Any:
+        """The outputs of the micro-batches as one, if they are wanted."""
+        if feed.outputs is None:
+            return None
+        try:
+            return merge_chunks(
+                [feed.outputs[m] for m in range(feed.microbatches)], self.merge_spec
+            )
+        except BatchError as error:
+            raise BatchError(
+                f"{error}; pass return_outputs=False if you do not need them"
+            ) from error
+
+    def _conclude(self, record: Record, bound: Bound, failure: Failure | None) -> dict[str, int]:
+        """Agree on the outcome with the other ranks, and share losses.
+
+        Returns the last stage of all ranks that gets each skip.
+        """
+        got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
+        mine = record._replace(skips=int(bool(got)))
+        skips = self._concluded(mine, failure, "the end of a step")
+        bound.program.settle()
+        return self.agreement.routes(got) if skips else {}
+
+    def _concluded(self, record: Record, failure: Failure | None, what: str) -> bool:
+        try:
+            return self.agreement.conclude(record, failure, what)
+        except TaktlineError:
+            self._forget()
+            raise
+
+    def _note_rank(self, error: BaseException) -> None:
+        """Add to an error which of several ranks in this process raised it."""
+        current = None if self._watch.program is None else self._watch.program.current
+        if len(self.ranks) > 1 and current is not None:
+            rank = self.runnable.plan.placement.rank_of[current.running.stage]
+            error.add_note(f"on rank {rank} of {counted(len(self.ranks), 'local rank')}")
+
+    def _leave(self, error: BaseException) -> None:
+        """Leave a step that other ranks may be in, after reporting why to them."""
+        if isinstance(self.transport, Distributed):
+            self.transport.raised(error, self._watch.where())
+            self.transport.mark(error)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the running step after a failure, and all that may be wrong because of it."""
+        self._feed.clear()
+        self._known.clear()
+        if self._captures is not None:
+            self._captures.forget()
+        for stage in self._stages:
+            stage.clear()
+
+    @property
+    def _has_last(self) -> bool:
+        return any(stage.is_last for stage in self._stages)
+
+    @property
+    def _computes_losses(self) -> bool:
+        return self._loss_fn is not None and self._has_last
+
+    def _bind(self, known: Signatures | None, trains: bool) -> Bound:
+        return bind(self._binding(trains), known)
+
+    def _binding(self, trains: bool) -> Binding:
+        """All that the program of a step is made from."""
+        return Binding(
+            self.runnable.program(self._feed.microbatches, trains=trains),
+            {stage.stage_index: stage for stage in self._stages},
+            self.transport,
+            self._feed,
+            self._loss_fn,
+            self._seed,
+            trains,
+            sends_may_wait=not trains or self.runnable.sends_may_wait,
+            most_sends=self._limits.max_outstanding_sends,
+            drawing=self._drawing,
+            check_finite=self.check_finite,
+        )
+
+    def _remember(self, kind: tuple[int, ...], known: Signatures | Bound) -> None:
+        # Put last, so that the first one is always the longest unused.
+        self._known[kind] = known
+        if len(self._known) > _REMEMBERED:
+            del self._known[next(iter(self._known))]
+
+    # Between calls.
+
+    def awaits_update(self) -> bool:
+        """Whether gradients of steps on this rank wait for an optimizer."""
+        if self.unreduced or not self.stepped_at:
+            return self.unreduced
+        parameters = (each for stage in self._stages for each in stage.submod.parameters())
+        return updates.wait(parameters, self.stepped_at)
+
     def connect(self) -> None:
         """Open the channels now, so that the first step does not wait; on every rank, one plan."""
         if isinstance(self.transport, Distributed):
@@ -199,12 +569,9 @@ class Runner:
     def restart(self, steps: int) -> None:
         """Continue over new connections after ``steps`` training steps; on every rank."""
         self._forget()
-        if self.runs_ahead and isinstance(self.transport, Distributed):
-            self.transport.run_ahead()
         self._calls = 0
         self.transport.open(self._channels)
-        shared = self.transport.exchange([steps], "reconnect()")
-        ended = [number for (number,) in shared]
+        ended = [number for (number,) in self.transport.exchange([steps], "reconnect()")]
         if len(set(ended)) > 1:
             error = MismatchError(
                 f"the latest step has ended on some ranks only (training steps: {by_rank(ended)}), "
@@ -222,286 +589,6 @@ class Runner:
         if self._in_company:
             with self.agreement.with_replicas(what):
                 self.transport.exchange([], what)
-
-    @contextmanager
-    def call(self, *, trains: bool, finalizes: bool) -> Iterator[Feed]:
-        """One call of step() or eval(): an error inside is reported to the other ranks."""
-        self._failed = True
-        self._watch.seconds = self.stall_after
-        with self._turn, self._watch, ExitStack() as self._end:
-            self._calls += 1
-            self._feed.clear()
-            self._feed.trains, self._feed.finalizes = trains, finalizes
-            try:
-                yield self._feed
-            except TaktlineError as error:
-                if error.recoverable != "step" or self.agreement.has_verdict():
-                    self._leave(error)
-                self._feed.clear()
-                raise
-            except BaseException as error:  # Ctrl-C, or a wait in a group that is not ours
-                if cause := self.agreement.cause(error):
-                    self._leave(cause)
-                    raise cause from error
-                self._leave(error)
-                self._note_rank(error)
-                raise
-            finally:
-                self.agreement.end_ahead()
-                self._bound = None
-
-    def _note_rank(self, error: BaseException) -> None:
-        """Add to an error which of several ranks in this process raised it."""
-        current = None if self._watch.program is None else self._watch.program.current
-        if len(self.ranks) > 1 and current is not None:
-            rank = self.runnable.plan.placement.rank_of[current.running.stage]
-            error.add_note(f"on rank {rank} of {counted(len(self.ranks), 'local rank')}")
-
-    def _leave(self, error: BaseException) -> None:
-        """Leave a step that other ranks may be in, after reporting why to them."""
-        if isinstance(self.transport, Distributed):
-            self.transport.raised(error, self._watch.where())
-            self.transport.entangle(error)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drop the running step after a failure, and all that may be wrong because of it."""
-        self._feed.clear()
-        self._known.clear()
-        self._repeatable = None
-        if self._captures is not None:
-            self._captures.forget()
-        for stage in self._stages:
-            stage.clear()
-
-    def check(self) -> None:
-        """Raise if a stage does not fit: all checks before the first step, ties before each."""
-        count = self.runnable.plan.stages
-        if not self._identity.number:
-            for stage in self._stages:
-                if stage.num_stages != count:
-                    raise MismatchError(
-                        f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), but "
-                        f"the plan has {counted(count, 'stage')}; make them equal"
-                    )
-            self.replicas.check(self.transport)
-            self._blueprint = whole_model(self._stages)
-        if not self._identity.number or self._ties.uses:
-            self._ties.check()
-        if not self._feed.finalizes and self._ties.uses and self.replicas.shards:
-            raise MismatchError(
-                "finalize_gradients=False leaves gradients of sharded stages unreduced, but "
-                "tied weights need them; use accumulate()"
-            )
-        self._flags = [_autocast(self.device), *(str(stage.begin()) for stage in self._stages)]
-
-    @property
-    def _call(self) -> str:
-        """The running call, in words."""
-        if not self._feed.trains:
-            return "eval()"
-        return "step()" if self._feed.finalizes else "step(finalize_gradients=False)"
-
-    def agree(
-        self, record: Record, data: Sequence[Any], error: Exception | None
-    ) -> tuple[int, ...]:
-        """Raise unless all ranks are about to do the same.
-
-        Args:
-            record: what the batch says of this call.
-            data: the arguments and targets that ranks compare.
-            error: why this rank cannot begin.
-
-        Returns the kind of step: mode, micro-batches and inputs of all ranks.
-        """
-        self._watch.doing = "waits for every rank to begin the step"
-        waiting, place = self._identity.waiting(self.transport)
-        call, compared, arguments, targets = 0, 0, 0, 0
-        if isinstance(self.transport, Distributed):
-            # Not on local ranks: they get the same objects, and Ctrl-C may skip calls of some.
-            call = self._calls
-            compared, arguments, targets = self._data.fingerprints(call, *data)
-        self._record = record._replace(
-            failed=int(error is not None),
-            schedule=self._identity.number,
-            waiting=waiting,
-            place=place,
-            call=call,
-            step=self._feed.number,
-            plan=0 if error is not None else self.runnable.fingerprint,
-            shares=self._feed.shares,
-            traces=self.recorder is not None,
-            inputs=digest_of([str(record.inputs), *self._flags]),
-            compared=compared,
-            arguments=arguments,
-            targets=targets,
-        )
-        with self.agreement.with_replicas(self._call):
-            if error is not None:
-                return self._exchange(self.agreement.located(error))
-            return self._ahead() or self._exchange()
-
-    def _ahead(self) -> tuple[int, ...] | None:
-        """Begin a step without an exchange: returns its kind; None if the ranks have to agree."""
-        if not isinstance(self.transport, Distributed) or self.transport.posts is None:
-            return None
-        posts, number, known = self.transport.posts, self._identity.number, self._repeatable
-        same, posts.schedule = posts.schedule == number, number
-        # In a traced step the ranks compare their clocks.
-        if known is None or not same or not self._feed.trains or self._record.traces:
-            return None
-        if self._record.kind != known.record.kind or known.kind not in self._known:
-            return None
-        self.agreement.begin_ahead(posts)
-        self._feed.rows, self._feed.microbatches = known.rows, self._parts(known.rows)
-        return known.kind
-
-    def _exchange(self, error: TaktlineError | None = None) -> tuple[int, ...]:
-        """Compare the records of all ranks; returns the kind of step."""
-        try:
-            records = self.agreement.share(self._record, self._call)
-        except MismatchError:
-            self._calls -= 1  # other ranks are in another call, so this one does not count
-            raise
-        self.agreement.require_all(records, error)
-        if reason := difference(WHICH_STEP, records):
-            raise MismatchError(reason)
-        if not self._identity.number:
-            self._introduce()
-        if reason := other_kind(records):
-            raise MismatchError(reason)
-        rows = max(record.batch for record in records)
-        self._feed.rows, self._feed.microbatches = rows, self._parts(rows)
-        kind = (self._feed.trains, self._feed.microbatches, *(each.inputs for each in records))
-        if self._feed.trains and self.runs_ahead:
-            self._repeatable = repeatable(records, self.transport.rank, kind)
-            if self._repeatable is None and not self._warned:
-                self._warned = True
-                warn_of_no_effect(records)
-        return kind
-
-    def _introduce(self) -> None:
-        """Before the first step: compare the parts of all ranks, and open the channels."""
-        rank_of = self.runnable.plan.placement.rank_of
-        ranks = introduce(self.transport, self._introduction(), self._blueprint)
-        # The same plan on every rank, though only some of them may hold wrapped stages.
-        self._reduces = any(rank.reduces for rank in ranks)
-        self.runnable = self.runnable.with_wrapped(
-            shards=any(rank.shards for rank in ranks), reduces=self._reduces
-        )
-        if len({rank.in_company for rank in ranks}) > 1:
-            self.replicas.pipeline = self.transport
-        self._in_company = any(rank.in_company for rank in ranks)
-        if isinstance(self.transport, Distributed):
-            self.transport.plane.entangled |= self._in_company
-            if self.runs_ahead:
-                self._begin_ahead(self.transport)
-        channels = self._ties.find_holders([rank.ties for rank in ranks])
-        if self._random is None:
-            channels |= set(channels_of(self.runnable.plan))
-        self._channels = sorted(channels)
-        self.transport.open(self._channels)
-        if self.transport.size == 1 and self._drawing is None:
-            self._drawing = Drawing(self.device)
-        self._ties.begin(self.transport, rank_of)
-        if self.transport.size > 1 and not _on_host(self.device):
-            self.agreement.relay = LossRelay(self.transport, rank_of, self.device)
-        self._identity.adopt(ranks[0].number)
-
-    def _introduction(self) -> dict[str, Any]:
-        """What this rank says of itself before the first step."""
-        plan, stages = self.runnable.plan, self._stages
-        return {
-            "schedule": self._name,
-            "microbatches": self._microbatches,
-            "num_stages": plan.stages,
-            "stages": [stage.stage_index for stage in stages],
-            "rank_of": [rank // len(self.ranks) for rank in plan.placement.rank_of],
-            "plan": plan.digest(),
-            "trains": self._loss_fn is not None,
-            "dynamic_shapes": self._dynamic_shapes,
-            "run_ahead": self.runs_ahead,
-            "shards": self.replicas.shards,
-            "reduces": self.replicas.reduces,
-            "in_company": self.replicas.in_company,
-            "takes": examples({stage.stage_index: stage.expected_input for stage in stages}),
-            "gives": examples({stage.stage_index: stage.expected_output for stage in stages}),
-            "ties": [asdict(use) for use in self._ties.uses],
-            "model": digest(self._blueprint),
-            "number": self._identity.proposed(),
-        }
-
-    def _begin_ahead(self, transport: Distributed) -> None:
-        """Let ranks post what they did, for steps without an exchange."""
-        if self._in_company:
-            raise MismatchError(
-                "run_ahead works for one pipeline whose stages are each on one rank; here replicas "
-                "or tensor-parallel ranks share the work of stages, so leave it out"
-            )
-        if self._dynamic_shapes:
-            raise MismatchError("run_ahead needs shapes that are known; leave out dynamic_shapes")
-        transport.run_ahead()
-
-    def compute(self, kind: tuple[int, ...], failure: Failure | None) -> Failure | None:
-        """Run the program of a kind of step; returns its failure.
-
-        After a failure, run nothing, but take part, so that the other ranks hear of it.
-        """
-        feed, watch, known = self._feed, self._watch, self._known.pop(kind, None)
-        bound = known if isinstance(known, Bound) else self._bind(known, feed.trains)
-        self._kind, self._bound, self._learns = kind, bound, known is None
-        self._end.enter_context(self._ties.step(trains=feed.trains))
-        # Buffers outlive the step, so they must not be made in inference mode.
-        with (
-            torch.inference_mode(False),
-            torch.set_grad_enabled(feed.trains),
-            torch.autograd.set_multithreading_enabled(False),
-            self.replicas.step(finalizes=feed.finalizes),
-            nullcontext() if self._drawing is None else self._drawing.step(),
-            watching(self.recorder, bound, self.transport) as wrap,
-        ):
-            watch.program = bound.program
-            if failure is not None:
-                bound.program.forgo(self.agreement.judge)
-            elif self._captures is None or wrap is not None:
-                failure = bound.program.run(wrap, self.agreement.judge)
-            else:
-                eagerly = partial(bound.program.run, wrap, self.agreement.judge)
-                failure = self._captures.run(kind, bound, eagerly, self._ties.fresh)
-        watch.program, watch.doing = None, "waits for the gradients of tied weights"
-        failure = self._ties.add_up(failure)
-        watch.doing = "waits for every rank to end the step"
-        return failure
-
-    def conclude(self, failure: Failure | None) -> None:
-        """Agree on the outcome of the running step with the other ranks, and share losses."""
-        bound, routes = self._bound, {}
-        assert bound is not None
-        if self.agreement.posts is not None:
-            self.agreement.require_exchange(failure)
-            self.agreement.post(self._record)
-            bound.program.settle()
-        else:
-            got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
-            mine = self._record._replace(skips=int(bool(got)))
-            skips = self._concluded(mine, failure, "the end of a step")
-            bound.program.settle()
-            routes = self.agreement.routes(got) if skips else {}
-        if self.recorder is not None:
-            self.recorder.keep()
-        if not self._dynamic_shapes:
-            known = bound.learned().along(routes) if self._learns else bound
-            self._remember(self._kind, known)
-        self._failed = False
-        if self._feed.trains:
-            self.stepped_at, self.unreduced = updates.now(), self._ties.accumulating
-
-    def _concluded(self, record: Record, failure: Failure | None, what: str) -> bool:
-        try:
-            return self.agreement.conclude(record, failure, what)
-        except TaktlineError:
-            self._forget()
-            raise
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -544,31 +631,6 @@ class Runner:
             self.replicas.catch_up()
         if self._ties.there:
             self._concluded(Record(), self._ties.add_up(None), what)
-
-    def _bind(self, known: Signatures | None, trains: bool) -> Bound:
-        return bind(self._binding(trains), known)
-
-    def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
-        # Put last, so that the first one is always the longest unused.
-        self._known[agreed] = known
-        if len(self._known) > _REMEMBERED:
-            del self._known[next(iter(self._known))]
-
-    def _binding(self, trains: bool) -> Binding:
-        """All that the program of a step is made from."""
-        return Binding(
-            self.runnable.program(self._feed.microbatches, trains=trains),
-            {stage.stage_index: stage for stage in self._stages},
-            self.transport,
-            self._feed,
-            self._loss_fn,
-            self._seed,
-            trains,
-            sends_may_wait=not trains or self.runnable.sends_may_wait,
-            most_sends=self._limits.max_outstanding_sends,
-            drawing=self._drawing,
-            check_finite=self.check_finite,
-        )
 
 
 def _autocast(device: torch.device) -> str:

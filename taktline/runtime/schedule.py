@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, TypedDict
 
 import torch
 
-from taktline.batch_norm import update_all
 from taktline.checks import (
     known_keywords,
     require_callable,
@@ -20,23 +17,12 @@ from taktline.checks import (
     require_number,
     require_whole,
 )
-from taktline.errors import BatchError, MismatchError, ScheduleError
+from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Plan
-from taktline.runtime.agreement import Record
-from taktline.runtime.losses import (
-    LateLoss,
-    LossWeights,
-    Wanted,
-    by_rows,
-    late_mean,
-    mean_of,
-    scales,
-    warn_if_uneven,
-)
-from taktline.runtime.microbatch import merge_chunks
+from taktline.runtime.losses import LossWeights
+from taktline.runtime.microbatch import Batch, Cutter
 from taktline.runtime.runnable_plan import Limits
-from taktline.runtime.runner import Runner
-from taktline.runtime.step_data import Batch, Cutter, Feed
+from taktline.runtime.runner import Call, Runner
 from taktline.runtime.trace import Trace, TraceRecorder, clock_for
 from taktline.stage import PipelineStage
 
@@ -57,8 +43,6 @@ class ScheduleOptions(TypedDict, total=False):
     """How the target is cut, if not like the batch."""
     cuda_graphs: bool
     """Whether steps are captured as CUDA graphs, and replayed."""
-    run_ahead: bool
-    """Whether a rank begins the next step while other ranks still compute this one."""
     check_finite: bool
     """Whether an output or a loss that is not finite is an error; waits for a GPU in each stage."""
 
@@ -66,8 +50,6 @@ class ScheduleOptions(TypedDict, total=False):
 class Schedule:
     """Runs a plan on this rank's stages."""
 
-    _compared: Sequence[str] = ("args", "target")
-    """The parts of a batch that must be the same on every rank that gets them."""
     _by_rows: ClassVar[bool] = False
     """Whether micro-batches count by their rows, and a batch with fewer rows runs fewer of them.
 
@@ -90,7 +72,6 @@ class Schedule:
         dynamic_shapes: bool = False,
         target_chunk_spec: Any = None,
         cuda_graphs: bool = False,
-        run_ahead: bool = False,
         limits: Limits = Limits(),  # noqa: B008
         idle: PipelineStage | None = None,
         check_finite: bool = False,
@@ -106,34 +87,29 @@ class Schedule:
         n_microbatches = require_whole(
             "n_microbatches", n_microbatches, least=1, error=ScheduleError
         )
-        _require_types(loss_fn, args_chunk_spec, kwargs_chunk_spec)
+        if loss_fn is not None:
+            require_callable("loss_fn", loss_fn)
+        if args_chunk_spec is not None:
+            require_instance("args_chunk_spec", args_chunk_spec, (tuple, list), "a tuple")
+        if kwargs_chunk_spec is not None:
+            require_instance("kwargs_chunk_spec", kwargs_chunk_spec, dict)
         if seed is not None:
             seed = require_whole("seed", seed, least=-(2**63), most=2**64 - 1)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
-        self._cutter = Cutter(
-            n_microbatches, args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, self._by_rows
-        )
-        self._output_merge_spec = output_merge_spec
         self.scale_grads = require_flag("scale_grads", scale_grads)
         """Whether gradients are those of the mean of the micro-batches' losses, or of their sum."""
-        self._warned = False
         self.steps = 0
         """Training steps so far; with a seed, dropout depends on it (set it when you resume)."""
-        self.loss: torch.Tensor | None = None
-        """The mean loss of the last step or eval, each micro-batch as it counts.
-
-        None unless every rank got the losses: see ``share_losses``.
-        """
-        self._usual_loss: torch.Tensor | None = None
-        """A loss of the type and on the device of others."""
         self._runner = self._runner_type(
             name,
             make_plan,
             self._stages,
-            n_microbatches,
+            Cutter(
+                n_microbatches, args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, self._by_rows
+            ),
             loss_fn=loss_fn,
-            parts=self._cutter.parts,
+            merge_spec=output_merge_spec,
             seed=seed,
             dynamic_shapes=require_flag("dynamic_shapes", dynamic_shapes),
             limits=limits,
@@ -144,7 +120,6 @@ class Schedule:
             if check_finite:
                 raise ScheduleError("a CUDA graph cannot check values: leave out check_finite")
             self._runner.capture()
-        self._runner.runs_ahead = require_flag("run_ahead", run_ahead)
 
     @property
     def stall_after(self) -> float | None:
@@ -159,6 +134,14 @@ class Schedule:
         if seconds is not None:
             seconds = require_number("stall_after", seconds, least=0)
         self._runner.stall_after = seconds
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The mean loss of the last step or eval, each micro-batch as it counts.
+
+        None unless every rank got the losses: see ``share_losses``.
+        """
+        return self._runner.loss
 
     @property
     def plan(self) -> Plan:
@@ -209,14 +192,13 @@ class Schedule:
                 ``accumulate`` does the same for every kind of stage.
             kwargs: keyword arguments for the stages of this rank.
         """
-        batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        wanted = Wanted(losses, aux_losses, share_losses, return_outputs)
         trains = self._loss_fn is not None
-        ways = {"grad_scale": grad_scale, "trains": trains}
-        ways["finalizes"] = require_flag("finalize_gradients", finalize_gradients) or not trains
-        results = self._run(batch, wanted, loss_kwargs, loss_weights, **ways)
+        batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        wanted = return_outputs, losses, aux_losses, share_losses
+        ways = loss_kwargs, loss_weights, self.scale_grads, grad_scale, finalize_gradients
+        output = self._runner.run(Call(batch, self.steps, trains, *wanted, *ways))
         self.steps += trains
-        return results
+        return output
 
     def eval(
         self,
@@ -238,8 +220,9 @@ class Schedule:
         Takes the arguments of ``step``. It does not change ``module.training``.
         """
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        wanted = Wanted(losses, aux_losses, share_losses, return_outputs)
-        return self._run(batch, wanted, loss_kwargs, loss_weights, trains=False)
+        wanted = return_outputs, losses, aux_losses, share_losses
+        ways = loss_kwargs, loss_weights, self.scale_grads
+        return self._runner.run(Call(batch, self.steps, False, *wanted, *ways))
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Steps inside of ``with schedule.accumulate():`` are reduced together, at its end.
@@ -271,137 +254,6 @@ class Schedule:
             runner.recorder = None
         recorder.fill(trace, runner.transport, runner.ranks)
 
-    def _run(
-        self,
-        batch: Batch,
-        wanted: Wanted,
-        loss_kwargs: dict[str, Any] | None,
-        loss_weights: LossWeights | None,
-        *,
-        grad_scale: float = 1.0,
-        trains: bool,
-        finalizes: bool = True,
-    ) -> Any:
-        runner, record, data, error, output = self._runner, Record(), (None, None), None, None
-        with runner.call(trains=trains, finalizes=finalizes) as feed:
-            try:
-                runner.check()
-                wanted.check()
-                feed.loss_keywords = loss_kwargs or {}
-                feed.number, feed.grad_scale = self.steps, grad_scale
-                record, data = self._begin(feed, batch, wanted)
-            except Exception as raised:
-                error = raised
-            kind, failure = runner.agree(record, data, error), None
-            try:
-                self._fit(feed, batch, loss_weights)
-            except Exception as raised:
-                failure = runner.agreement.failure(raised)
-            failure = runner.compute(kind, failure)
-            if failure is None:
-                try:
-                    output = self._merged(feed)
-                except Exception as raised:
-                    failure = runner.agreement.failure(raised)
-            runner.conclude(failure)
-        update_all(feed.observed)
-        if feed.late is not None and wanted.lists:
-            feed.late(feed)
-        wanted.fill(feed)
-        self.loss = self._mean_loss(feed) if wanted.shares else None
-        feed.clear()
-        return output
-
-    def _mean_loss(self, feed: Feed) -> torch.Tensor | None:
-        """The mean loss of a step; on a rank that does not know it yet, a LateLoss."""
-        if feed.late is not None and self._usual_loss is not None and not feed.losses:
-            return LateLoss.like(self._usual_loss, partial(late_mean, feed.late))
-        self._usual_loss = mean_of(feed.losses, feed.scales)
-        return self._usual_loss
-
-    def _begin(self, feed: Feed, batch: Batch, wanted: Wanted) -> tuple[Record, tuple[Any, Any]]:
-        """Cut the arguments; returns what the batch says of this call, and the compared data."""
-        if feed.trains and not torch.is_grad_enabled():
-            raise MismatchError("step() trains, but under torch.no_grad() it cannot; call eval()")
-        feed.shares = wanted.shares
-        feed.wants_losses = wanted.shares or wanted.losses is not None
-        if wanted.outputs and self._has_last():
-            feed.outputs = {}
-        batch.cutter = self._cutter_for(batch)
-        record = self._measured(batch, feed)
-        if self._runner.runs_ahead:
-            record = record._replace(whole=batch.whole())
-        return record, batch.compared(self._compared)
-
-    def _fit(self, feed: Feed, batch: Batch, loss_weights: LossWeights | None) -> None:
-        """Cut the target and weigh micro-batches, now that all ranks know the rows of the batch."""
-        batch.require_whole(feed.rows)
-        if self._compares():
-            feed.targets = batch.targets(feed.rows)
-        self._weigh(feed, loss_weights)
-
-    def _cutter_for(self, batch: Batch) -> Cutter:
-        """How a batch is cut; an error that it raises is raised on every rank."""
-        return self._cutter
-
-    def _merged(self, feed: Feed) -> Any:
-        if feed.outputs is None:
-            return None
-        chunks = [feed.outputs[m] for m in range(feed.microbatches)]
-        try:
-            return merge_chunks(chunks, self._output_merge_spec)
-        except BatchError as error:
-            raise BatchError(
-                f"{error}; pass return_outputs=False if you do not need them"
-            ) from error
-
-    def _measured(self, batch: Batch, feed: Feed) -> Record:
-        """Cut the arguments; returns the rows of batch and target, and a digest of the inputs."""
-        if not any(stage.is_first for stage in self._stages):
-            batch = replace(batch, args=(), arg_mbs=None)  # keyword arguments are for all stages
-        rows, target = batch.size(), 0
-        feed.arguments, feed.keywords = batch.arguments(rows)
-        if self._compares():
-            if feed.trains and batch.target is None and batch.target_mbs is None:
-                raise BatchError(
-                    "step() trains, so the rank of the last stage needs target=… for loss_fn; "
-                    "call eval() to run forward only"
-                )
-            size = batch.target_size()
-            target = size if batch.cutter.target_spec is None else 0
-        return Record(batch=rows, target=target, inputs=batch.digest())
-
-    def _weigh(self, feed: Feed, loss_weights: LossWeights | None) -> None:
-        """Set the weight of each micro-batch's loss."""
-        feed.scale = 1 / feed.microbatches if self.scale_grads else 1.0
-        if self._by_rows and self.scale_grads:
-            feed.row_scales = by_rows(feed.rows, feed.microbatches)
-        if feed.targets is None:
-            return
-        if loss_weights is not None:
-            feed.scales = scales(loss_weights, feed.targets, normalised=self.scale_grads)
-        elif feed.row_scales is not None:
-            feed.scales = feed.row_scales
-        elif self.scale_grads and not self._warned:
-            self._warned = warn_if_uneven(feed.rows, feed.targets)
-
-    def _compares(self) -> bool:
-        """Whether losses are computed on this rank."""
-        return self._loss_fn is not None and self._has_last()
-
-    def _has_last(self) -> bool:
-        return any(stage.is_last for stage in self._stages)
-
     def __repr__(self) -> str:
         stages = ", ".join(str(stage.stage_index) for stage in self._stages)
         return f"{type(self).__name__}(stages [{stages}], {self._n_microbatches} micro-batches)"
-
-
-def _require_types(loss_fn: object, args_chunk_spec: object, kwargs_chunk_spec: object) -> None:
-    """Check the arguments that may be None."""
-    if loss_fn is not None:
-        require_callable("loss_fn", loss_fn)
-    if args_chunk_spec is not None:
-        require_instance("args_chunk_spec", args_chunk_spec, (tuple, list), "a tuple")
-    if kwargs_chunk_spec is not None:
-        require_instance("kwargs_chunk_spec", kwargs_chunk_spec, dict)

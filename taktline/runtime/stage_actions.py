@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -11,13 +11,16 @@ import torch
 from taktline import pytree
 from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten
-from taktline.runtime.ports import In, Out, Values
-from taktline.runtime.random_numbers import LOSS
-from taktline.runtime.step_data import Binding, Signatures
+from taktline.plan import Plan
+from taktline.runtime.random_numbers import LOSS, Drawing, seeded
 from taktline.sharding import is_sharded, local, root_gradient
 from taktline.side_values import Aside, handed_on, opened, require_number
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
+from taktline.transport import Transport
+
+Values: TypeAlias = tuple[Sequence[Any], pytree.TreeSpec | None]
+"""Leaves with their tree; None: the leaves are the arguments themselves."""
 
 OwnLosses: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
 """A stage's own losses, and their root gradients."""
@@ -34,8 +37,149 @@ _Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], Aside | None]
 _NOT_KEPT: _Kept = ((), None)
 
 
+@dataclass(slots=True)
+class Feed:
+    """The micro-batches of a step on one rank, and their results."""
+
+    trains: bool = False
+    """Whether the step runs backward, too."""
+    finalizes: bool = True
+    """Whether the gradients of sharded stages are reduced at its end."""
+    arguments: Sequence[Sequence[Any]] = ()
+    keywords: Sequence[Mapping[str, Any]] = ()
+    targets: Sequence[Any] | None = None
+    loss_keywords: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = 0
+    """The rows of the batch, agreed on by all ranks; 0 if unknown."""
+    microbatches: int = 0
+    outputs: dict[int, Any] | None = None
+    """Outputs of the last stage; None if the caller does not want them."""
+    scale: float = 1.0
+    """The weight of every micro-batch's loss in the gradient."""
+    scales: Sequence[float] | None = None
+    """The weight of each loss of the loss function, where they differ."""
+    row_scales: Sequence[float] | None = None
+    """The weight of each loss that stages add, where micro-batches differ in size."""
+    grad_scale: float = 1.0
+    """Multiplies every gradient, so that none underflows in half precision."""
+    counts: torch.Tensor | None = None
+    """The product of these for each micro-batch, in a buffer on the device: for the loss, and for
+    losses that stages add. Only in a captured step, which is replayed with other numbers."""
+    shares: bool = False
+    """Whether every rank gets the losses."""
+    wants_losses: bool = False
+    """Whether the caller wants the losses."""
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    aux_losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The sum of the losses that this rank's stages add, for each micro-batch."""
+    observed: list[list[tuple[Any, Any]]] = field(default_factory=list)
+    """Statistics from the modules of each forward, applied at the end of the step."""
+    number: int = 0
+    """The number of the training step, for seeds."""
+
+    def clear(self) -> None:
+        """Reset every field."""
+        self.__init__()
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """All that the program of a step is made from."""
+
+    plan: Plan
+    stages: Mapping[int, PipelineStage]
+    transport: Transport
+    feed: Feed
+    loss_fn: Callable[..., torch.Tensor] | None
+    seed: int | None
+    trains: bool
+    sends_may_wait: bool
+    """Whether the plan cannot deadlock where a send waits until its receive is posted."""
+    most_sends: int | None
+    """How many messages of a rank may be under way; None: any number."""
+    drawing: Drawing | None
+    """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
+    check_finite: bool = False
+    """Whether to raise where a value is not finite."""
+    any_order: bool = False
+    """Whether forwards may run in any order: none changes what another one reads."""
+
+
+@dataclass(slots=True)
+class Signatures:
+    """The values that cross this rank's boundaries: for each stage, a signature per micro-batch."""
+
+    arriving: dict[int, list[Signature]] = field(default_factory=dict)
+    leaving: dict[int, list[Signature]] = field(default_factory=dict)
+    routes: Mapping[str, int] = field(default_factory=dict)
+    """The last stage that gets each skip."""
+
+    def along(self, routes: Mapping[str, int]) -> Signatures:
+        """The same signatures with skips that end at their route, and not at the last stage."""
+        return Signatures(
+            {s: [_without(x, routes, s - 1) for x in table] for s, table in self.arriving.items()},
+            {s: [_without(x, routes, s) for x in table] for s, table in self.leaving.items()},
+            routes,
+        )
+
+
+def _without(signature: Signature, routes: Mapping[str, int], stage: int) -> Signature:
+    """The signature of a stage's output, without skips that no later stage gets."""
+    if signature.spec is None:
+        return signature
+    arguments, skips = opened(pytree.tree_unflatten(signature.leaves, signature.spec))
+    leaves, spec = flatten(handed_on(arguments, skips, routes, stage))
+    return Signature(tuple(leaves), spec)
+
+
+class Handover:
+    """Hands values over between two stages on one rank, without a copy."""
+
+    def __init__(self, *, detached: bool) -> None:
+        """Activations are ``detached`` from their graph, unless one backward runs through all."""
+        self._detached = detached
+        self._waiting: dict[int, Values] = {}
+
+    def give(self, microbatch: int, leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> None:
+        """Keep the values."""
+        if self._detached:
+            leaves = [_detached(leaf) for leaf in leaves]
+        self._waiting[microbatch] = leaves, spec
+
+    def take(self, microbatch: int) -> Values:
+        """Return the values, and forget them."""
+        return self._waiting.pop(microbatch)
+
+    def discard(self, microbatch: int) -> None:
+        """Forget the values."""
+        self._waiting.pop(microbatch, None)
+
+    def settle(self, microbatch: int) -> None:
+        """Nothing: the values arrive at once."""
+
+
+def _detached(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    detached = leaf.detach()
+    return detached.requires_grad_() if leaf.requires_grad else detached
+
+
+@dataclass(slots=True)
+class Ports:
+    """Where the values of a stage come from and go to; None at the ends of the model.
+
+    Each is a :class:`Handover`, or an end of a channel (:mod:`taktline.runtime.ports`).
+    """
+
+    activations_in: Any = None
+    activations_out: Any = None
+    gradients_in: Any = None
+    gradients_out: Any = None
+
+
 class Work:
-    """One stage with its ports; a port is None at the ends of the model.
+    """One stage with its ports.
 
     ::
 
@@ -52,33 +196,23 @@ class Work:
         binding: Binding,
         known: Signatures | None,
         stage: int,
-        *,
-        activations_in: In | None,
-        activations_out: Out | None,
-        gradients_in: In | None = None,
-        gradients_out: Out | None = None,
+        ports: Ports,
         joined: Keep | None = None,
     ) -> None:
         """Without ``known`` signatures, values are checked, and skips go to the last stage.
 
         With ``joined``, values go to the next stage within the graph.
         """
+        self._binding = binding
         self._stage = binding.stages[stage]
         self._index = stage
-        self._device = self._stage.device
         self._feed = binding.feed
-        self._activations_in = activations_in
-        self._activations_out = activations_out
-        self._gradients_in = gradients_in
-        self._gradients_out = gradients_out
-        self._loss_fn = binding.loss_fn
-        self._seed = binding.seed
-        self._seeded = binding.seeded
-        self._trains = binding.trains
+        self.ports = ports
         self._checks = known is None
-        self._check_finite = binding.check_finite
         self._routes = None if known is None else known.routes
         self._joined = joined
+        self.arrived: Callable[[], object] | None = None
+        """Called whenever the values of an action have arrived, while there is a trace."""
         self.got: set[str] = set()
         """The names of the skips that the stage has got so far."""
         self._blank = Aside(self._index, {})
@@ -88,11 +222,13 @@ class Work:
 
     def forward(self, microbatch: int) -> None:
         """F."""
-        aside, inputs = self._blank, ()
-        if self._activations_in is None:
+        aside, inputs, ports = self._blank, (), self.ports
+        if ports.activations_in is None:
             arguments = self._feed.arguments[microbatch]
         else:
-            inputs, spec = self._activations_in.take(microbatch)
+            inputs, spec = ports.activations_in.take(microbatch)
+            if self.arrived is not None:
+                self.arrived()
             arguments, skips = opened(
                 inputs if spec is None else pytree.tree_unflatten(inputs, spec)
             )
@@ -101,7 +237,7 @@ class Work:
             _check(self._stage.expected_input, arguments, "input", "input_args")
         with aside:
             output = self._call(microbatch, arguments)
-        if self._check_finite:
+        if self._binding.check_finite:
             self._require_finite(microbatch, arguments, output, aside)
         if self._checks:
             _check(self._stage.expected_output, as_arguments(output), "output", "output_args")
@@ -109,16 +245,16 @@ class Work:
         if used and aside is self._blank:
             self._blank = Aside(self._index, {})
         own, results = _NO_LOSS, ()
-        if self._activations_out is None:
+        if ports.activations_out is None:
             own = self._finish(microbatch, output, aside)
         else:
             results, spec = self._handed_on(output, aside)
-            self._activations_out.give(microbatch, results, spec)
+            ports.activations_out.give(microbatch, results, spec)
         if used:
             own = self._note(microbatch, aside, own)
         if self._joined is not None:
             self._joined(self._index, results, own, aside if used else None)
-        elif self._trains:
+        elif self._binding.trains:
             losses, gradients = own
             self._kept[microbatch] = gradients, aside if used else None
             roots = [*_differentiable(results), *losses]
@@ -126,58 +262,32 @@ class Work:
 
     def backward(self, microbatch: int) -> None:
         """B."""
-        uncast(self._device.type, self._backward, microbatch, self._stage.backward)
+        uncast(self._stage.device, self._backward, microbatch, self._stage.backward)
 
     def backward_input(self, microbatch: int) -> None:
         """I."""
-        uncast(self._device.type, self._backward, microbatch, self._stage.backward_input)
+        uncast(self._stage.device, self._backward, microbatch, self._stage.backward_input)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        uncast(self._device.type, self._stage.backward_weight, microbatch)
-
-    @contextmanager
-    def noting(self, note: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``note`` is called whenever the values of an action have arrived."""
-        ports = self._activations_in, self._gradients_in
-        self._activations_in, self._gradients_in = (
-            None if port is None else _Noting(port, note) for port in ports
-        )
-        try:
-            yield
-        finally:
-            self._activations_in, self._gradients_in = ports
+        uncast(self._stage.device, self._stage.backward_weight, microbatch)
 
     def _call(self, microbatch: int, arguments: Sequence[Any]) -> Any:
-        if self._stage.around_forward is None:
-            return self._run_module(microbatch, arguments)
-        with self._stage.around_forward(microbatch):
-            return self._run_module(microbatch, arguments)
-
-    def _run_module(self, microbatch: int, arguments: Sequence[Any]) -> Any:
-        keywords = self._feed.keywords[microbatch]
-        if self._seed is None:
+        keywords, seed = self._feed.keywords[microbatch], self._binding.seed
+        if seed is None:
             return self._stage.submod(*arguments, **keywords)
-        with self._seeded((self._seed, self._feed.number, self._index, microbatch), self._device):
+        with seeded((seed, self._feed.number, self._index, microbatch), self._stage.device):
             return self._stage.submod(*arguments, **keywords)
-
-    def _loss(self, loss_fn: Callable[..., Any], microbatch: int, output: Any, target: Any) -> Any:
-        keywords = self._feed.loss_keywords
-        if self._seed is None:
-            return loss_fn(output, target, **keywords)
-        with self._seeded((self._seed, self._feed.number, LOSS, microbatch), self._device):
-            return loss_fn(output, target, **keywords)
 
     def _require_finite(
         self, microbatch: int, arguments: Sequence[Any], output: Any, aside: Aside
     ) -> None:
         given = arguments, self._feed.keywords[microbatch]
         values = [skip.value for skip in aside.skips.values() if skip.stage == self._index]
-        if self._activations_out is not None or self._feed.targets is None:
+        if self.ports.activations_out is not None or self._feed.targets is None:
             values.append(output)  # otherwise its loss is checked
-        _require_finite("the output", values, self._stage, given)
-        for loss in aside.losses:
-            _require_finite_loss(loss, self._stage, given)
+        _require_finite("the output", values, self._stage, given, infinite=True)
+        _require_finite("the loss", aside.losses, self._stage, given)
 
     def _handed_on(self, output: Any, aside: Aside) -> Values:
         """The values for the next stage: the output, and skips that later stages get."""
@@ -188,24 +298,28 @@ class Work:
 
     def _finish(self, microbatch: int, output: Any, aside: Aside) -> OwnLosses:
         """Keep the output if wanted, and compute the loss with its root gradient."""
-        feed = self._feed
+        feed, loss_fn = self._feed, self._binding.loss_fn
         if aside.skips:
             aside.finish()
         if feed.outputs is not None:
             feed.outputs[microbatch] = pytree.tree_map_only(
                 torch.Tensor, torch.Tensor.detach, output
             )
-        if self._loss_fn is None or feed.targets is None:
+        if loss_fn is None or feed.targets is None:
             return _NO_LOSS
-        loss = self._loss(self._loss_fn, microbatch, output, feed.targets[microbatch])
+        target, seed = feed.targets[microbatch], self._binding.seed
+        if seed is None:
+            loss = loss_fn(output, target, **feed.loss_keywords)
+        else:
+            with seeded((seed, feed.number, LOSS, microbatch), self._stage.device):
+                loss = loss_fn(output, target, **feed.loss_keywords)
         require_number(loss, "loss_fn must return")
         scale = feed.scale if feed.scales is None else feed.scales[microbatch]
-        if self._check_finite and scale:
-            target = feed.targets[microbatch]
-            _require_finite_loss(loss, self._stage, (output, target))
+        if self._binding.check_finite and scale:
+            _require_finite("the loss", loss, self._stage, (output, target))
         if feed.wants_losses:
             feed.losses[microbatch] = _value(loss)
-        if not self._trains:
+        if not self._binding.trains:
             return _NO_LOSS
         if not loss.requires_grad:
             raise LossError(
@@ -246,42 +360,30 @@ class Work:
     def _backward(self, microbatch: int, run: Callable[..., list[torch.Tensor | None]]) -> None:
         gradients, aside = self._kept[microbatch]
         self._kept[microbatch] = _NOT_KEPT
-        if self._gradients_in is not None:
-            found = self._gradients_in.take(microbatch)[0]
+        ports = self.ports
+        if ports.gradients_in is not None:
+            found = ports.gradients_in.take(microbatch)[0]
+            if self.arrived is not None:
+                self.arrived()
             gradients = [*found, *gradients] if gradients else found
             # A gradient shows that the activations of its micro-batch have arrived.
-            if self._activations_out is not None:
-                self._activations_out.settle(microbatch)
+            ports.activations_out.settle(microbatch)
         if aside is None:
             found = run(microbatch, gradients)
         else:
             aside.replays = True
             with aside:
                 found = run(microbatch, gradients)
-        if self._gradients_out is not None:
-            self._gradients_out.give(microbatch, found, None)
+        if ports.gradients_out is not None:
+            ports.gradients_out.give(microbatch, found, None)
 
 
-class _Noting:
-    """A port that calls a function when values have arrived."""
-
-    def __init__(self, port: In, note: Callable[[], None]) -> None:
-        self._port = port
-        self._note = note
-
-    def take(self, microbatch: int) -> Values:
-        """Wait for the values of a micro-batch."""
-        values = self._port.take(microbatch)
-        self._note()
-        return values
-
-
-def uncast(device_type: str, run: Callable[..., None], *arguments: Any) -> None:
+def uncast(device: torch.device, run: Callable[..., None], *arguments: Any) -> None:
     """Run without autocast: a backward uses the types of its forward, as in plain training."""
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.is_autocast_enabled(device.type):
         run(*arguments)
         return
-    with torch.autocast(device_type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
         run(*arguments)
 
 
@@ -309,45 +411,39 @@ def _check(expected: Signature | None, arguments: Sequence[Any], name: str, give
         raise expected.misfit(flatten(arguments)[0], text)
 
 
-def _require_finite(what: str, value: Any, stage: PipelineStage, given: Any) -> None:
+def _require_finite(
+    what: str, value: Any, stage: PipelineStage, given: Any, *, infinite: bool = False
+) -> None:
     """Raise if a value of a stage is not finite; the program adds the stage and the micro-batch.
 
-    Tensors without a gradient may be infinite, as masks are.
+    With ``infinite``, tensors without a gradient may be infinite, as masks are.
     """
-    for tensor in _numbers(value):
-        if text := _fault(tensor, infinite=not tensor.requires_grad):
-            raise FloatingPointError(f"{what} has {text}; {_cause(stage, given)}")
-
-
-def _require_finite_loss(loss: torch.Tensor, stage: PipelineStage, given: Any) -> None:
-    """Raise if a loss of a stage is not finite."""
-    if text := _fault(loss):
-        raise FloatingPointError(f"the loss has {text}; {_cause(stage, given)}")
-
-
-def _cause(stage: PipelineStage, given: Any) -> str:
-    """Where a value that is not finite may come from, in words."""
+    text = _faults(value, infinite=infinite)
+    if not text:
+        return
+    cause = "the parameters of the stage, and what it was given, are finite"
+    if wrong := _faults(given, infinite=not stage.is_first):
+        cause = f"what it was computed from has {wrong}: look at the batch"
     for name, parameter in named_parameters(stage.submod).items():
-        if text := _fault(parameter):
-            return f"parameter {name} has {text}, from before this step: load a checkpoint"
-    for tensor in _numbers(given):
-        if text := _fault(tensor, infinite=not stage.is_first):
-            return f"what it was computed from has {text}: look at the batch"
-    return "the parameters of the stage, and what it was given, are finite"
+        if wrong := _faults(parameter):
+            cause = f"parameter {name} has {wrong}, from before this step: load a checkpoint"
+            break
+    raise FloatingPointError(f"{what} has {text}; {cause}")
 
 
-def _numbers(value: Any) -> list[torch.Tensor]:
-    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-
-
-def _fault(tensor: torch.Tensor, *, infinite: bool = False) -> str:
-    """What is wrong with a tensor, in words; waits for a GPU."""
-    numbers = local(tensor.detach())
-    if numbers.dtype.itemsize == 1:
-        numbers = numbers.float()  # 8-bit floats have few operations
-    wrong = torch.isnan(numbers) if infinite else ~torch.isfinite(numbers)
-    if not bool(wrong.any()):
-        return ""
-    kind = "nan" if bool(torch.isnan(numbers).any()) else "inf"
-    return f"{kind} ({int(wrong.sum()):,} of {numbers.numel():,} numbers)"
+def _faults(value: Any, *, infinite: bool = False) -> str:
+    """What is wrong with the first tensor that is not finite, in words; waits for a GPU."""
+    for tensor in pytree.tree_leaves(value):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        numbers = local(tensor.detach())
+        if numbers.dtype.itemsize == 1:
+            numbers = numbers.float()  # 8-bit floats have few operations
+        may = infinite and not tensor.requires_grad
+        wrong = torch.isnan(numbers) if may else ~torch.isfinite(numbers)
+        if bool(wrong.any()):
+            kind = "nan" if bool(torch.isnan(numbers).any()) else "inf"
+            return f"{kind} ({int(wrong.sum()):,} of {numbers.numel():,} numbers)"
+    return ""

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from taktline.errors import LostRankError, MismatchError
+from taktline.errors import MismatchError, TaktlineError
 from taktline.meta import TensorMeta
 from taktline.runtime.program import Failure, stage_error
 from taktline.sharding import Sharding, is_sharded, local
@@ -27,8 +27,6 @@ from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import named_parameters
 from taktline.transport import Channel, Transport
 from taktline.transport.one_rank import Alone
-
-T = TypeVar("T")
 
 _PROCESS = secrets.token_hex(8)
 _HEADER = 16
@@ -87,44 +85,6 @@ def untied(uses: Sequence[TieUse]) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _TieHolders:
-    """The copies of a tied weight."""
-
-    tie: Tie
-    stages_of: dict[int, list[int]]
-    """By rank, a stage for each copy; the first rank adds up the gradients."""
-
-    @property
-    def owner(self) -> int:
-        """The rank that adds up the gradients."""
-        return next(iter(self.stages_of))
-
-    @property
-    def others(self) -> list[int]:
-        """The other ranks."""
-        return list(self.stages_of)[1:]
-
-
-def _holders_of(ranks: Sequence[Sequence[TieUse]]) -> list[_TieHolders]:
-    """The weights with several copies, from the uses of each rank.
-
-    A parameter that several stages or local ranks share is one copy.
-    """
-    found: dict[Tie, dict[int, list[int]]] = {}
-    seen: set[tuple[Tie, str]] = set()
-    pairs = [(use, rank) for rank, uses in enumerate(ranks) for use in uses]
-    for use, rank in sorted(pairs, key=lambda pair: pair[0].stage):
-        if (use.tie, use.identity) not in seen:
-            seen.add((use.tie, use.identity))
-            found.setdefault(use.tie, {}).setdefault(rank, []).append(use.stage)
-    return [
-        _TieHolders(tie, stages_of)
-        for tie, stages_of in found.items()
-        if sum(map(len, stages_of.values())) > 1
-    ]
-
-
 class Ties:
     """The tied weights of this rank, and the other ranks that hold them."""
 
@@ -132,23 +92,17 @@ class Ties:
         self._stages = {stage.stage_index: stage for stage in stages}
         self.uses: list[TieUse] = []
         """The tied weights in this rank's stages."""
-        self._holders: list[_TieHolders] = []
+        self._holders: dict[Tie, dict[int, list[int]]] = {}
+        """Of each weight with several copies, by rank: a stage for each copy. A parameter that
+        several stages share is one copy. The first rank adds up the gradients."""
         self._transport: Transport = Alone()
         self._rank_of: Sequence[int] = ()
         self._before: dict[nn.Parameter, torch.Tensor | None] | None = None
         self._failure: Failure | None = None
+        self.there = False
+        """Whether any rank is known to hold a tied weight."""
         self.accumulating = False
         """Whether gradients of several steps are added up later."""
-
-    @property
-    def there(self) -> bool:
-        """Whether any rank is known to hold a tied weight."""
-        return bool(self._holders)
-
-    @property
-    def fresh(self) -> list[nn.Parameter]:
-        """The parameters whose gradients begin anew in the running step; earlier ones are kept."""
-        return list(self._before or ())
 
     def check(self) -> None:
         """Find the tied weights in this rank's stages; raise if one is missing."""
@@ -161,24 +115,36 @@ class Ties:
 
     def find_holders(self, ranks: Sequence[Sequence[TieUse]]) -> set[Channel]:
         """Find the holders from the uses of each rank; returns the channels between all of them."""
-        self._holders = _holders_of(ranks)
-        pairs = {(held.owner, other) for held in self._holders for other in held.others}
-        return {Channel(*ends, True) for a, b in pairs for ends in ((a, b), (b, a))}
+        found: dict[Tie, dict[int, list[int]]] = {}
+        seen: set[tuple[Tie, str]] = set()
+        uses = [(use, rank) for rank, uses in enumerate(ranks) for use in uses]
+        for use, rank in sorted(uses, key=lambda each: each[0].stage):
+            if (use.tie, use.identity) not in seen:
+                seen.add((use.tie, use.identity))
+                found.setdefault(use.tie, {}).setdefault(rank, []).append(use.stage)
+        self._holders = {t: held for t, held in found.items() if sum(map(len, held.values())) > 1}
+        self.there = bool(self._holders)
+        channels: set[Channel] = set()
+        for owner, *others in self._holders.values():
+            for other in others:
+                channels |= {Channel(owner, other, True), Channel(other, owner, True)}
+        return channels
 
     def begin(self, transport: Transport, rank_of: Sequence[int]) -> None:
         """Give every copy of a weight the values of the first one; ``rank_of`` is by stage."""
         self._transport, self._rank_of = transport, rank_of
         with torch.no_grad():
-            for held, parameters in self._mine():
+            for tie, parameters in self._mine():
                 values = like = local(parameters[0].detach())
-                if transport.rank == held.owner:
-                    for other in held.others:
-                        self._send(other, _packed(like, values))
+                owner, *others = self._holders[tie]
+                if transport.rank == owner:
+                    for other in others:
+                        self._send(other, like, values)
+                    parameters = parameters[1:]  # the first is not written: a save may read it
                 else:
-                    values = self._receive(held.owner, like)
+                    values = self._receive(owner, like)
                 if values is not None:
-                    first = transport.rank == held.owner  # not written: a save may be reading it
-                    for parameter in parameters[first:]:
+                    for parameter in parameters:
                         local(parameter.detach()).copy_(values)
 
     @contextmanager
@@ -196,69 +162,6 @@ class Ties:
         if not self.accumulating:
             self._join()
 
-    def add_up(self, failure: Failure | None) -> Failure | None:
-        """Put the sum of all gradients of a weight into each of its copies; returns any failure.
-
-        After a failure this rank adds nothing, but takes part in every message, so that no rank
-        waits for it.
-        """
-        if self.accumulating or not self._before:
-            return failure
-        self._failure = failure
-        with torch.no_grad():
-            for held, parameters in self._mine():
-                self._add_up(held, parameters)
-        return self._failure
-
-    def _add_up(self, held: _TieHolders, parameters: Sequence[nn.Parameter]) -> None:
-        like = local(parameters[0].detach())
-
-        def send(receiver: int, data: torch.Tensor | None) -> None:
-            message = self._attempt(held, lambda: _packed(like, data))
-            self._talk(
-                lambda: self._send(receiver, _packed(like, None) if message is None else message)
-            )
-
-        def receive(sender: int) -> torch.Tensor | None:
-            return self._talk(lambda: self._receive(sender, like))
-
-        def put() -> None:
-            if total is not None:
-                for parameter in parameters:
-                    parameter.grad = _as_gradient(total.clone(), parameter)
-
-        total = self._attempt(held, lambda: _sum([_gradient(p) for p in parameters]))
-        if self._rank == held.owner:
-            parts = [total, *(receive(other) for other in held.others)]
-            total = self._attempt(held, lambda: _sum(parts))
-            for other in held.others:
-                send(other, total)
-        else:
-            send(held.owner, total)
-            total = receive(held.owner)
-        self._attempt(held, put)
-
-    def _attempt(self, held: _TieHolders, compute: Callable[[], T]) -> T | None:
-        """The result; None if the computation fails, or one has failed before."""
-        if self._failure is not None:
-            return None
-        try:
-            return compute()
-        except Exception as raised:
-            stage = held.stages_of[self._rank][0]
-            action = f"gradients of the tied weight {held.tie.name_in(stage)}"
-            error = stage_error(raised, self._rank_of[stage], stage, None, action)
-            self._failure = Failure(error)
-        return None
-
-    def _talk(self, message: Callable[[], T]) -> T | None:
-        """Send or receive, also after a failure: the other ranks still need their messages."""
-        try:
-            return message()
-        except LostRankError as lost:
-            self._failure = self._failure or Failure(lost)
-        return None
-
     def _join(self) -> None:
         """Add the gradients of this step to the earlier ones."""
         before, self._before = self._before or {}, None
@@ -268,26 +171,79 @@ class Ties:
                 if now is not None:
                     gradient.add_(now)
 
-    def _mine(self) -> Iterator[tuple[_TieHolders, list[nn.Parameter]]]:
+    def add_up(self, failure: Failure | None) -> Failure | None:
+        """Put the sum of all gradients of a weight into each of its copies; returns any failure.
+
+        Also after a failure this rank takes part in every message, so that no rank waits for it.
+        """
+        if self.accumulating or not self._before:
+            return failure
+        self._failure = failure
+        with torch.no_grad():
+            for tie, parameters in self._mine():
+                self._add_up(tie, parameters)
+        return self._failure
+
+    def _add_up(self, tie: Tie, parameters: Sequence[nn.Parameter]) -> None:
+        like, total = local(parameters[0].detach()), None
+        owner, *others = self._holders[tie]
+        with self._noting(tie):
+            total = _sum([_gradient(parameter) for parameter in parameters])
+        if self._transport.rank == owner:
+            parts = [total]
+            for other in others:
+                with self._noting(tie):
+                    parts.append(self._receive(other, like))
+            with self._noting(tie):
+                total = _sum(parts)
+            for other in others:
+                with self._noting(tie):
+                    self._send(other, like, total)
+        else:
+            with self._noting(tie):
+                self._send(owner, like, total)
+            with self._noting(tie):
+                total = self._receive(owner, like)
+        with self._noting(tie):
+            for parameter in parameters:
+                if total is not None:
+                    parameter.grad = _as_gradient(total.clone(), parameter)
+
+    @contextmanager
+    def _noting(self, tie: Tie) -> Iterator[None]:
+        """Note an error as the failure of this rank, unless there is one, and go on."""
+        try:
+            yield
+        except Exception as raised:
+            if isinstance(raised, TaktlineError):  # such as a rank that is lost
+                error = raised
+            else:
+                stage = self._holders[tie][self._transport.rank][0]
+                action = f"gradients of the tied weight {tie.name_in(stage)}"
+                error = stage_error(raised, self._rank_of[stage], stage, None, action)
+            self._failure = self._failure or Failure(error)
+
+    def _mine(self) -> Iterator[tuple[Tie, list[nn.Parameter]]]:
         """Each tied weight with the copies on this rank."""
-        for held in self._holders:
+        for tie, stages_of in self._holders.items():
             parameters = [
-                named_parameters(self._stages[stage].submod)[held.tie.name_in(stage) or ""]
-                for stage in held.stages_of.get(self._rank, ())
+                named_parameters(self._stages[stage].submod)[tie.name_in(stage) or ""]
+                for stage in stages_of.get(self._transport.rank, ())
             ]
             if parameters:
-                yield held, parameters
+                yield tie, parameters
 
-    @property
-    def _rank(self) -> int:
-        return self._transport.rank
-
-    def _send(self, receiver: int, message: torch.Tensor) -> None:
-        self._transport.sender(Channel(self._rank, receiver, True))(message).wait()
+    def _send(self, receiver: int, like: torch.Tensor, data: torch.Tensor | None) -> None:
+        """Send data, or that there is none."""
+        message = _empty(like)
+        message[:_HEADER] = data is not None
+        if data is not None:
+            message[_HEADER:].view(like.dtype).copy_(data.reshape(-1))
+        self._transport.sender(Channel(self._transport.rank, receiver, True))(message).wait()
 
     def _receive(self, sender: int, like: torch.Tensor) -> torch.Tensor | None:
         message = _empty(like)
-        self._transport.receiver(Channel(sender, self._rank, True))(message).wait()
+        self._transport.receiver(Channel(sender, self._transport.rank, True))(message).wait()
         return message[_HEADER:].view(like.dtype).view(like.shape) if message[0] else None
 
 
@@ -315,12 +271,3 @@ def _sum(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 def _empty(like: torch.Tensor) -> torch.Tensor:
     """An empty message for a tensor like this one."""
     return torch.empty(_HEADER + like.nbytes, dtype=torch.uint8, device=like.device)
-
-
-def _packed(like: torch.Tensor, data: torch.Tensor | None) -> torch.Tensor:
-    """A message with the data, or without any."""
-    message = _empty(like)
-    message[:_HEADER] = data is not None
-    if data is not None:
-        message[_HEADER:].view(like.dtype).copy_(data.reshape(-1))
-    return message

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,8 +18,7 @@ from taktline.errors import ScheduleError
 from taktline.plan import Action, Costs, Plan, Straggler, Timeline, stragglers
 from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, Rows
-from taktline.runtime.bind import Bound
-from taktline.runtime.program import Instruction, Wrap
+from taktline.runtime.program import Bound, Instruction, Wrap
 from taktline.text import counted
 from taktline.transport import Transport
 
@@ -90,19 +89,23 @@ class HostClock:
 
     def read(self, stamps: Sequence[int]) -> list[int]:
         """Stamps as nanoseconds of this process."""
-        return list(stamps)
+        return [*stamps]
 
 
 class CudaClock:
     """The clock of a GPU: a stamp marks when its current stream gets there.
 
-    Both clocks are compared at the beginning and when stamps are read, on an idle GPU.
+    Both clocks are compared once, on an idle GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.error = 0
         self._device = device
-        self._first = self._compared()
+        torch.cuda.synchronize(device)
+        before = time.perf_counter_ns()
+        self._first = self.stamp()
+        self._first.synchronize()
+        after = time.perf_counter_ns()
+        self._began, self.error = (before + after) // 2, (after - before) // 2
 
     def stamp(self) -> torch.cuda.Event:
         """An event on the current stream."""
@@ -112,24 +115,12 @@ class CudaClock:
 
     def read(self, stamps: Sequence[torch.cuda.Event]) -> list[int]:
         """Wait for the GPU; returns stamps as nanoseconds of this process."""
-        (first, began), (last, ended) = self._first, self._compared()
-        # Nanoseconds of this process in a millisecond of the GPU: the two quartzes differ a little.
-        pace = (ended - began) / max(first.elapsed_time(last), 1e-6)
+        torch.cuda.synchronize(self._device)
         if not stamps:
             return []
         # From the first stamp on: elapsed_time has seven digits only.
-        base = began + pace * first.elapsed_time(stamps[0])
-        return [round(base + pace * stamps[0].elapsed_time(stamp)) for stamp in stamps]
-
-    def _compared(self) -> tuple[torch.cuda.Event, int]:
-        """An event, and its time on the clock of this process."""
-        torch.cuda.synchronize(self._device)
-        before = time.perf_counter_ns()
-        event = self.stamp()
-        event.synchronize()
-        after = time.perf_counter_ns()
-        self.error = max(self.error, (after - before) // 2)
-        return event, (before + after) // 2
+        base = self._began + _MS * self._first.elapsed_time(stamps[0])
+        return [round(base + _MS * stamps[0].elapsed_time(stamp)) for stamp in stamps]
 
 
 Clock: TypeAlias = HostClock | CudaClock
@@ -140,17 +131,11 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
-@dataclass(frozen=True, slots=True)
-class Offsets:
-    """How far the clock of each rank is ahead of that of rank 0, in nanoseconds."""
-
-    ahead: Sequence[int]
-    error: int
-    """By how many nanoseconds one of them may be wrong at most."""
-
-
-def align(transport: Transport) -> Offsets:
+def align(transport: Transport) -> tuple[list[int], int]:
     """Compare the clocks of all ranks, which all take part.
+
+    Returns how far each is ahead of that of rank 0, in nanoseconds, and by how much one of these
+    may be wrong at most.
 
     No rank leaves an exchange before all have entered it. So each round bounds how far the clock of
     a rank is ahead, from below (it entered before rank 0 left) and from above::
@@ -174,18 +159,19 @@ def align(transport: Transport) -> Offsets:
         one = least <= 0 <= most
         ahead.append(0 if one else (least + most) // 2)
         error = max(error, 0 if one else (most - least) // 2)
-    return Offsets(ahead, error)
+    return ahead, error
 
 
-@dataclass(slots=True)
-class _StepTimes:
+class _Step:
     """The recorded actions of one step on this rank."""
 
-    plan: Plan
-    offsets: Offsets
-    actions: list[Action] = field(default_factory=list)
-    stamps: list[Any] = field(default_factory=list)
-    """Three of each action: when it began, when its values had arrived, and when it ended."""
+    def __init__(self, plan: Plan, transport: Transport) -> None:
+        self.plan = plan
+        self.ahead, self.error = align(transport)
+        """How far the clock of each rank is ahead of that of rank 0, and how wrong that may be."""
+        self.actions: list[Action] = []
+        self.stamps: list[Any] = []
+        """Three of each action: when it began, when its values had arrived, and when it ended."""
 
 
 class TraceRecorder:
@@ -193,53 +179,54 @@ class TraceRecorder:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.records: list[_StepTimes] = []
-        """The steps that have worked on every rank."""
-        self._latest: _StepTimes | None = None
+        self._steps: list[_Step] = []
+        """Those that have worked on every rank."""
+        self._latest: _Step | None = None
         self._arrived: Any = None
 
     @contextmanager
     def watch(self, bound: Bound, transport: Transport, profiled: bool) -> Iterator[Wrap]:
         """Record a step; all ranks take part."""
-        record = self._latest = _StepTimes(bound.plan, align(transport))
-        with ExitStack() as stack:
+        step = self._latest = _Step(bound.plan, transport)
+        stamp, keep = self.clock.stamp, step.stamps.extend
+
+        def note() -> None:
+            self._arrived = stamp()
+
+        def observed(instruction: Instruction) -> Callable[[], None]:
+            step.actions.append(instruction.action)
+            run = _named(instruction) if profiled else instruction.run
+
+            def recorded() -> None:
+                self._arrived = None
+                began = stamp()
+                run()
+                ended = stamp()
+                keep((began, began if self._arrived is None else self._arrived, ended))
+
+            return recorded
+
+        for work in bound.works.values():
+            work.arrived = note
+        try:
+            yield observed
+        finally:
             for work in bound.works.values():
-                stack.enter_context(work.noting(self._note))
-            yield lambda instruction: self._recorded(
-                record, instruction.action, _named(instruction) if profiled else instruction.run
-            )
+                work.arrived = None
 
     def keep(self) -> None:
         """Keep the latest step: it has worked on every rank."""
         if self._latest is not None:
-            self.records.append(self._latest)
+            self._steps.append(self._latest)
             self._latest = None
 
     def fill(self, trace: Trace, transport: Transport, ranks: range) -> None:
         """Gather the kept steps of all ranks, which all take part."""
-        for record in self.records:
-            timeline, error = _gather(record, self, transport, ranks)
+        for step in self._steps:
+            timeline, error = _gather(step, self.clock, transport, ranks)
             trace.timelines.append(timeline)
             # The errors of two clocks add up.
             trace.clock_error = max(trace.clock_error, 2 * error / _MS)
-
-    def _note(self) -> None:
-        self._arrived = self.clock.stamp()
-
-    def _recorded(
-        self, record: _StepTimes, action: Action, run: Callable[[], None]
-    ) -> Callable[[], None]:
-        stamp, keep = self.clock.stamp, record.stamps.extend
-        record.actions.append(action)
-
-        def recorded() -> None:
-            self._arrived = None
-            began = stamp()
-            run()
-            ended = stamp()
-            keep((began, began if self._arrived is None else self._arrived, ended))
-
-        return recorded
 
 
 def watching(
@@ -264,39 +251,33 @@ def _named(instruction: Instruction) -> Callable[[], None]:
     return named
 
 
-def _gather(
-    record: _StepTimes, recorder: TraceRecorder, transport: Transport, ranks: range
-) -> tuple[Timeline, int]:
+def _gather(step: _Step, clock: Clock, transport: Transport, ranks: range) -> tuple[Timeline, int]:
     """The timeline of one step, and the error of its clocks; all ranks take part."""
-    plan = _apart(record.plan)
-    read = np.array(recorder.clock.read(record.stamps), np.int64).reshape(-1, 3)
-    rank_of = np.array([plan.placement.rank_of[action.stage] for action in record.actions])
-    by_rank = {rank: np.flatnonzero(rank_of == rank) for rank in ranks}
+    plan = _one_by_one(step.plan)
+    read = np.array(clock.read(step.stamps), np.int64).reshape(-1, 3)
+    rank_of = np.array([plan.placement.rank_of[action.stage] for action in step.actions])
     mine = np.concatenate(
         [
-            _times([record.actions[i] for i in at], read[at], plan.rows_of(rank))
-            for rank, at in by_rank.items()
+            _times([step.actions[i] for i in at], read[at], plan.rows_of(rank))
+            for rank in ranks
+            for at in [np.flatnonzero(rank_of == rank)]
         ]
     )
-    lengths = 3 * np.diff(plan.offsets[:: len(ranks)])  # each process runs as many ranks
-    room = int(lengths.max())
-    padding = [0] * (room - mine.size)
-    numbers = [recorder.clock.error, *mine.ravel().tolist(), *padding]
-    shared = transport.exchange(numbers, "the end of trace()")
+    numbers = [clock.error, *mine.ravel().tolist()]
+    shared = transport.exchange(numbers, "the end of trace()", ragged=True)
     columns = np.concatenate(
         [
-            np.reshape(numbers[1 : 1 + length], (-1, 3)) - ahead
-            for numbers, length, ahead in zip(shared, lengths, record.offsets.ahead, strict=True)
+            np.reshape(times, (-1, 3)) - ahead
+            for (_, *times), ahead in zip(shared, step.ahead, strict=True)
         ]
     )
     # Subtracted as integers: floats have fewer digits than a clock.
     began, arrived, ended = ((columns - columns.min()) / _MS).T
-    return _timeline(plan, began, arrived, ended), record.offsets.error + max(
-        numbers[0] for numbers in shared
-    )
+    error = step.error + max(error for error, *_ in shared)
+    return _timeline(plan, began, arrived, ended), error
 
 
-def _apart(plan: Plan) -> Plan:
+def _one_by_one(plan: Plan) -> Plan:
     """The plan as it ran: the two halves of an overlapped pair one after the other."""
     if not plan.rows.joined.any():
         return plan

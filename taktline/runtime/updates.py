@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -26,11 +27,7 @@ def now() -> int:
 
 @cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_note)
-
-
-def _note(optimizer: Optimizer, *_: object) -> None:
-    _stepped[optimizer] = next(_times)
+    register_optimizer_step_post_hook(lambda optimizer, *_: _stepped.update({optimizer: now()}))
 
 
 def wait(parameters: Iterable[nn.Parameter], since: int) -> bool:
@@ -38,7 +35,6 @@ def wait(parameters: Iterable[nn.Parameter], since: int) -> bool:
 
     Those that are zero do not, nor those of parameters that no optimizer ever changes.
 
-    >>> import torch
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters())
     >>> model(torch.ones(2)).backward()
@@ -49,7 +45,7 @@ def wait(parameters: Iterable[nn.Parameter], since: int) -> bool:
     >>> wait(model.parameters(), since)
     False
     """
-    found = {id(each): each for each in parameters if each.grad is not None}
+    found = {id(each): each.grad for each in parameters if each.grad is not None}
     changed: set[int] = set()
     late: set[int] = set()
     for optimizer, when in list(_stepped.items()):
@@ -59,10 +55,6 @@ def wait(parameters: Iterable[nn.Parameter], since: int) -> bool:
     return any(_is_there(found[key]) for key in left)
 
 
-def _is_there(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has a gradient that is not zero."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()
-    return bool(local(gradient).any())
+def _is_there(gradient: torch.Tensor) -> bool:
+    """Whether a gradient is not zero."""
+    return bool(local(gradient.coalesce().values() if gradient.is_sparse else gradient).any())

@@ -1,29 +1,258 @@
-"""The arguments of a call: how users write them, what kind they are, and those of Hugging Face."""
+"""Arguments of a call, other nested values, and templates of them.
+
+Beside the containers that pytree knows, an object with attributes counts as a container if there is
+a tensor in it: a dataclass, a cache of keys and values, a state that blocks hand on. A template
+describes a nested value, with values in the places of its tensors; what is one object in it is so
+in what is made of it, too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
+import taktline
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.nested import Absent, attributes_of, is_object
+
+Part = TypeVar("Part")
+Path = tuple[tuple[bool, Any], ...]
+"""The place of a part: for each container around it the key, and whether that is an attribute."""
+
+
+class Value(NamedTuple):
+    """A tensor of the forward: an argument of the model, or what a step makes."""
+
+    number: int
+
+
+class State(NamedTuple):
+    """A parameter or buffer of the model that the forward itself uses."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Sent instead of an argument of the model whose data no later stage needs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+pytree.register_own(
+    Absent,
+    lambda absent: ([], [absent.dtype, *absent.shape]),
+    lambda _, context: Absent(tuple(context[1:]), context[0]),
+)
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """In a template: a container of another kind than tuple, list and dict."""
+
+    kind: type
+    keys: Any
+    """The names of an object's attributes, or the structure that pytree has found."""
+    parts: list[Any]
+
+    def filled(self, parts: list[Any]) -> Any:
+        """Such a container with these parts."""
+        if self.kind is slice:
+            return slice(*parts)
+        if not isinstance(self.keys, list):
+            return pytree.tree_unflatten(parts, self.keys)
+        new: Any = self.kind.__new__
+        made = new(self.kind)
+        for key, part in zip(self.keys, parts, strict=True):
+            object.__setattr__(made, key, part)  # also of a frozen one
+        return made
+
+
+_LEAVES = (torch.Tensor, Absent)
+_MADE_ANEW = (tuple, list, dict, slice, defaultdict, deque, OrderedDict)
+"""What is made in each call, also if it is empty, since a unit may add to it."""
+_NO_OBJECTS = (
+    *(type(None), bool, int, float, complex, str, bytes, type, dict, list, tuple, deque),
+    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType, Absent, Node),
+    *(nn.Module, torch.Tensor, torch.Generator),
+)
+_NOT_OF_USERS = ("torch", "builtins", "functools", "enum", "pathlib")
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object of Python code with attributes."""
+    kind = type(value)
+    if isinstance(value, _NO_OBJECTS) or kind.__module__.split(".")[0] in _NOT_OF_USERS:
+        return False
+    return hasattr(value, "__dict__") or bool(getattr(kind, "__dataclass_fields__", None))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, also those of a dataclass with slots."""
+    slots = [name for name in getattr(value, "__dataclass_fields__", ()) if hasattr(value, name)]
+    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+
+
+def children_of(value: Any) -> list[tuple[tuple[bool, Any], Any]] | None:
+    """The parts of a container with their keys; None for a leaf."""
+    if isinstance(value, (tuple, list, deque)):
+        return [((False, at), part) for at, part in enumerate(value)]
+    if isinstance(value, dict):
+        return [((False, key), part) for key, part in value.items()]
+    if type(value) is slice:
+        return [((True, name), getattr(value, name)) for name in ("start", "stop", "step")]
+    if is_object(value):
+        return [((True, name), part) for name, part in attributes_of(value).items()]
+    return None
+
+
+def walk(value: Any, path: Path = (), seen: set[int] | None = None) -> Iterator[tuple[Path, Any]]:
+    """A nested value and all its parts with their paths; into each container once."""
+    seen = set() if seen is None else seen
+    yield path, value
+    children = children_of(value)
+    if children and id(value) not in seen:
+        seen.add(id(value))
+        for key, part in children:
+            yield from walk(part, (*path, key), seen)
+
+
+def all_tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in a nested value, also in objects."""
+    return [part for _, part in walk(value) if isinstance(part, torch.Tensor)]
+
+
+def at_path(value: Any, path: Path) -> Any:
+    """The part of a nested value at a path."""
+    for is_attribute, key in path:
+        value = getattr(value, key) if is_attribute else value[key]
+    return value
+
+
+def mapped(
+    value: Any,
+    change: Callable[[Any], Any],
+    opened: Collection[int] = (),
+    made: dict[int, Any] | None = None,
+) -> Any:
+    """The template of a nested value, with its tensors replaced.
+
+    Objects and containers of pytree are left as they are if there are no tensors in them, unless
+    their ids are ``opened``.
+    """
+    if isinstance(value, _LEAVES):
+        return change(value)
+    kind, children = type(value), children_of(value)
+    if isinstance(value, Iterator):
+        raise _refused(kind, "is used up by a call, and stages make theirs anew; pass a list")
+    is_open = kind in _MADE_ANEW or id(value) in opened
+    if not children and kind in (tuple, slice):
+        return value
+    if children is None or not (is_open or any(isinstance(p, _LEAVES) for _, p in walk(value))):
+        return value
+    made = {} if made is None else made
+    if id(value) in made:
+        if made[id(value)] is None:
+            raise _refused(kind, "refers to itself, which stages cannot do; pass on what it has")
+        return made[id(value)]
+    made[id(value)] = None
+    keys, parts = [key for (_, key), _ in children], [part for _, part in children]
+    if kind in pytree.SUPPORTED_NODES or (isinstance(value, tuple) and kind is not tuple):
+        parts, keys = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    elif kind not in _MADE_ANEW and not is_object(value):
+        how = "register it with torch.utils._pytree.register_pytree_node"
+        raise _refused(kind, f"is a container of its own kind with tensors in it; {how}")
+    parts = [mapped(part, change, opened, made) for part in parts]
+    if kind is tuple or kind is list:
+        made[id(value)] = kind(parts)
+    elif kind is dict:
+        made[id(value)] = dict(zip(value, parts, strict=True))
+    else:
+        made[id(value)] = Node(kind, keys, parts)
+    return made[id(value)]
+
+
+def _refused(kind: type, what: str) -> PartitionError:
+    return PartitionError(f"{line_of_user()}: {kind.__name__} {what}")
+
+
+def filled(template: Any, values: Mapping[Any, Any], made: dict[int, Any] | None = None) -> Any:
+    """The nested value that a template describes."""
+    kind = type(template)
+    if kind is Value or kind is State:
+        return values[template]
+    if kind is not tuple and kind is not list and kind is not dict and kind is not Node:
+        return template
+    made = {} if made is None else made
+    if id(template) in made:
+        return made[id(template)]
+    if kind is tuple:
+        result = tuple([filled(part, values, made) for part in template])
+    elif kind is dict:
+        result = {key: filled(part, values, made) for key, part in template.items()}
+    elif kind is list:
+        result = [filled(part, values, made) for part in template]
+    else:
+        result = template.filled([filled(part, values, made) for part in template.parts])
+    made[id(template)] = result
+    return result
+
+
+def swapped(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: set[int] | None = None
+) -> Any:
+    """A nested value with other tensors: in the same lists, dicts and objects, but new tuples."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    seen, children = set() if seen is None else seen, children_of(value)
+    if not children or id(value) in seen:
+        return value
+    if not isinstance(value, (tuple, slice)):
+        seen.add(id(value))
+    parts = [swapped(part, change, seen) for _, part in children]
+    changed = [(k, new) for (k, old), new in zip(children, parts, strict=True) if new is not old]
+    if changed and isinstance(value, slice):
+        return slice(*parts)
+    if changed and isinstance(value, tuple):
+        spec = pytree.tree_structure(value, is_leaf=lambda part: part is not value)
+        return pytree.tree_unflatten(parts, spec)
+    container: Any = value
+    for (is_attribute, key), new in changed:
+        if is_attribute:
+            object.__setattr__(container, key, new)
+        else:
+            container[key] = new
+    return value
+
+
+def parts_in(template: Any, kind: type[Part]) -> list[Part]:
+    """The parts of some kind in a template."""
+    if isinstance(template, kind):
+        return [template]
+    if type(template) is Node:
+        template = template.parts
+    if type(template) is dict:
+        template = template.values()
+    elif type(template) not in (tuple, list):
+        return []
+    return [found for part in template for found in parts_in(part, kind)]
+
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Call = tuple[Args, Kwargs]
-
-_CHANGE_STATISTICS = (
-    torch.ops.aten.batch_norm.default,
-    torch.ops.aten.instance_norm.default,
-    torch.ops.aten.native_batch_norm.default,
-)
-"""Operations that write to running statistics, which their schemas do not say."""
 
 
 def arguments_of(example: Any) -> Call:
@@ -69,18 +298,6 @@ def device_of(tree: Any) -> torch.device:
     """The device of the first tensor in nested values, or the CPU."""
     tensors = tensors_in(tree)
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The arguments that an operation writes to."""
-    schema = getattr(op, "_schema", None)
-    for place, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from value if isinstance(value, (list, tuple)) else (value,)
-    if op in _CHANGE_STATISTICS:
-        mean, var, is_training = args[3:6]
-        yield from (mean, var) if is_training else ()
 
 
 _CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
@@ -161,3 +378,20 @@ def without_padding(model: nn.Module, dummy: Any) -> Any:
     if not isinstance(dummy, torch.Tensor) or not isinstance(padding, int):
         return dummy
     return dummy.where(dummy != padding, padding + 1)
+
+
+_OURS = os.path.dirname(os.path.abspath(taktline.__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_SKIPPED = (_OURS, _TORCH, contextlib.__file__, copy.__file__, "<")
+
+
+def line_of_user() -> str:
+    """The innermost line that is neither of torch nor of this package, as ``file:line``."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_SKIPPED):
+            here = os.path.join(os.getcwd(), "")
+            return f"{name.removeprefix(here)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the forward"

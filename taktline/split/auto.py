@@ -15,13 +15,18 @@ from taktline.checks import known_keywords, require_flag, require_instance, requ
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.arguments import Call
-from taktline.split.by_names import as_call, pieces_of, without_compiler
+from taktline.split.by_names import (
+    arguments_of_forward,
+    as_call,
+    stages_of,
+    without_compiler,
+)
 from taktline.split.costs import Measure, measure_times
-from taktline.split.cut import StepPlacement, starts_of
-from taktline.split.empty_model import EmptyModel, ancestors, joined
+from taktline.split.cut import Cut, Record, StepPlacement, starts_of
 from taktline.split.record import record_twice
+from taktline.split.recorded_stage import CutModel
 from taktline.split.stages import Pieces
-from taktline.split.steps import Cut, Record
+from taktline.split.without_data import EmptyModel, ancestors, joined
 from taktline.text import counted, table
 
 _MATTERS = 10
@@ -42,8 +47,7 @@ def auto(
     """Cut a model into ``n`` stages so that the largest of them costs as little as possible.
 
     The cuts go through the row of layers (an ``nn.Sequential``, ``nn.ModuleList`` or
-    ``nn.ModuleDict``); what comes before and after it, such as the embedding and the head, counts,
-    too. :func:`taktline.plan.balance` finds the cuts, and :func:`by_names` makes them.
+    ``nn.ModuleDict``); what comes before and after it counts, too.
 
     Args:
         model: any module with a row of layers; it may be on the meta device.
@@ -54,15 +58,12 @@ def auto(
             one for each.
 
     >>> import torch
-    >>> from taktline.split import auto
-    >>> model = nn.Sequential(nn.Embedding(100, 16), *(nn.Linear(16, 16) for _ in range(6)))
-    >>> _ = model.append(nn.Linear(16, 100))
-    >>> print(auto(model, 3, (torch.zeros(8, dtype=torch.int64),)))
-    Pieces(3 stages: 2,144, 816, 1,972 parameters)
+    >>> model = nn.Sequential(nn.Embedding(100, 16), *(nn.Linear(16, 16) for _ in range(7)))
+    >>> print(auto(model, 2, (torch.zeros(8, dtype=torch.int64),)))
+    Pieces(2 stages: 2,416, 1,088 parameters)
     stage  from       layers  operations  bytes
-        0  the input       3     329,184  8,576
-        1  3               3     337,632  3,264
-        2  6               2     280,192  7,888
+        0  the input       4     441,728  9,664
+        1  4               4     450,176  4,352
     """
     require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
     n = require_whole("n", n, least=1, error=PartitionError)
@@ -94,22 +95,23 @@ def divide(
     if measure is not None:
         times = measure(model, {cut.unit for cut in costs}, call)
         costs = {cut: times.get(cut, 0.0) for cut in costs}
-    memory = {cut: _bytes_of(model.get_submodule(cut.unit)) for cut in costs}
+    memory = {
+        cut: sum(t.nbytes for t in (*unit.parameters(), *unit.buffers()))
+        for cut in costs
+        for unit in (model.get_submodule(cut.unit),)
+    }
     sums = ([sum(map(each.__getitem__, group)) for group in groups] for each in (costs, memory))
     partition = balance(next(sums), n, memory=next(sums), limits=limits)
     stages = [list(chain(*groups[layers])) for layers in partition.slices]
     cuts = [calls[0] for calls in stages[1:]]
-    pieces = pieces_of(model, empty, cuts, call, record)
+    pieces = stages_of(model, CutModel(empty, cuts, arguments_of_forward(model)), call, record)
     # A module that a stage calls several times takes its memory once.
-    once = [{cut.unit: memory[cut] for cut in calls} for calls in stages]
-    partition = replace(partition, stage_memory=tuple(sum(sizes.values()) for sizes in once))
+    once = [sum({cut.unit: memory[cut] for cut in calls}.values()) for calls in stages]
     unit = "operations" if measure is None else "milliseconds"
-    pieces.division = Division(partition, ("", *map(str, cuts)), unit)
+    pieces.division = Division(
+        replace(partition, stage_memory=tuple(once)), ("", *map(str, cuts)), unit
+    )
     return pieces
-
-
-def _bytes_of(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _too_many_stages(
@@ -137,18 +139,16 @@ def record_layers(model: nn.Module, call: Call) -> tuple[EmptyModel, Record]:
 
     The rows of layers are those with the most parameters that repeat a kind of layer, such as those
     of an encoder and a decoder; rows beside them, such as the groups of blocks of a residual
-    network, are opened too::
-
-        stem    group1        group2        head
-                ├── 0         ├── 0               units: stem, group1.0, group1.1,
-                └── 1         └── 1                      group2.0, group2.1, head
-
-    A module that is called several times is several layers. Rows that the forward does not call,
-    such as the encoder of images where there are only texts, do not count.
+    network, are opened too. A module that is called several times is several layers. Rows that the
+    forward does not call do not count.
     """
     empty = _opened(model, ())
     record = record_twice(empty, call)
-    idle = {name for name in _rows(model) if not _has_run(model, name, record)}
+    idle = {
+        row
+        for row in _rows(model)
+        if not any(joined(row, key) in record.runs for key in model.get_submodule(row)._modules)
+    }
     if idle and len(idle) < sum(map(_is_row, model.modules())):
         empty = _opened(model, (), idle)
         record = record_twice(empty, call)
@@ -168,10 +168,6 @@ def _why_not(record: Record, cut: Cut) -> str:
     except PartitionError as error:
         return str(error)
     return ""
-
-
-def _has_run(model: nn.Module, row: str, record: Record) -> bool:
-    return any(joined(row, key) in record.runs for key in model.get_submodule(row)._modules)
 
 
 def _opened(model: nn.Module, reused: Collection[str], idle: Collection[str] = ()) -> EmptyModel:
@@ -267,13 +263,7 @@ def _inside(name: str, other: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The cuts of a model, and the costs of its stages.
-
-    Args:
-        partition: how many layers each stage has, and their costs.
-        starts: the submodule with which each stage begins; the first begins with the model.
-        unit: the unit of the costs.
-    """
+    """The cuts of a model, where its stages start, and what they cost in a unit."""
 
     partition: Partition
     starts: tuple[str, ...]

@@ -23,10 +23,11 @@ from taktline.split.arguments import (
     without_cache,
     without_padding,
 )
-from taktline.split.empty_model import EmptyModel
-from taktline.split.recorded_stage import CutModel, Known, make_stage
+from taktline.split.cut import Cut, Record
+from taktline.split.record import record_twice
+from taktline.split.recorded_stage import CutModel, Known, key_of_kind, make_stage
 from taktline.split.stages import Pieces
-from taktline.split.steps import Cut, Modes, Record
+from taktline.split.without_data import EmptyModel
 from taktline.stage.names import unwrapped
 from taktline.text import did_you_mean
 
@@ -52,9 +53,8 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
             Hugging Face models have one themselves; without one, submodules are taken to be called
             in the order of their definition, and the first call records.
 
-    >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    >>> pieces = tl.split.by_names(model, ["2"])
+    >>> pieces = by_names(model, ["2"])
     >>> [name for name, _ in pieces[1].named_parameters()]
     ['2.weight', '2.bias']
     >>> x = torch.ones(2, 4)
@@ -68,18 +68,8 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
         refuse("cuts", _CUTS, cuts, PartitionError)
     starts = _checked(model, given)
     call = None if example is None else as_call(model, example)
-    return pieces_of(model, EmptyModel(model, starts), starts, call)
-
-
-def pieces_of(
-    model: nn.Module,
-    empty: EmptyModel,
-    cuts: Sequence[Cut],
-    call: Call | None,
-    record: Record | None = None,
-) -> Pieces:
-    """The stages of a model; ``record`` is that of the call, if it was recorded before."""
-    return stages_of(model, CutModel(empty, cuts, arguments_of_forward(model)), call, record)
+    cut = CutModel(EmptyModel(model, starts), starts, arguments_of_forward(model))
+    return stages_of(model, cut, call)
 
 
 def stages_of(
@@ -100,11 +90,11 @@ def arguments_of_forward(model: nn.Module) -> tuple[str, ...]:
 
 def _learned(cut: CutModel, model: nn.Module, call: Call, record: Record | None = None) -> Known:
     """The recorded forward of an example."""
-    device = device_of(call).type
     with torch.enable_grad(), torch.inference_mode(False):
-        modes = Modes.now(("cpu",) if device in ("cpu", "meta") else ("cpu", device))
-        key = (key_of(call, []), model.training, modes, False, 0)
-        return cut.learn(key, call, model.training, 0, record)
+        key = key_of_kind(key_of(call, []), model.training, device_of(call), (), ())
+        known = cut.learn(model.training, lambda: record or record_twice(cut.empty, call))
+        cut.known(key).append(known)
+    return known
 
 
 def _dummy_inputs(cut: CutModel, model: nn.Module) -> Known | None:
@@ -194,7 +184,7 @@ def as_call(model: nn.Module, example: Any) -> Call:
 
 def _homes_by_use(cut: CutModel, known: Known) -> dict[str, frozenset[int]]:
     """The stages that use each unit and each tensor."""
-    record, plans = known
+    record, plans = known.record, known.plans
     used: dict[str, set[int]] = defaultdict(set)
     for stage, plan in enumerate(plans):
         for name in (*plan.units, *plan.states(record, is_last=stage == len(plans) - 1)):

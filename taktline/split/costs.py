@@ -19,7 +19,7 @@ from taktline.errors import PartitionError, text_of
 from taktline.private import private
 from taktline.side_values import Aside
 from taktline.split.arguments import Call, tensors_in
-from taktline.split.steps import Cut
+from taktline.split.cut import Cut
 
 _RECURRENT = {"mkldnn_rnn_layer", "_cudnn_rnn"}
 _PRODUCT = re.compile(r"(^|_)(mm|bmm|gmm|mv|dot|linear|matmul)(_|$)")

@@ -22,16 +22,15 @@ from torch import fx, nn
 from taktline.checks import known_keywords, require_callable, require_instance
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
-from taktline.split.arguments import Args, Call, Kwargs
+from taktline.split.arguments import Args, Call, Kwargs, Value, parts_in
 from taktline.split.by_names import arguments_of_forward, as_call, stages_of, without_compiler
-from taktline.split.empty_model import EmptyModel
-from taktline.split.nested import Value, parts_in
+from taktline.split.cut import Cut, Record, Step, StepKind
 from taktline.split.on_meta import materialise
-from taktline.split.patches import PIPE_SPLIT, name_of, recording
 from taktline.split.record import record_twice
 from taktline.split.recorded_stage import CutModel
+from taktline.split.recorder import PIPE_SPLIT, name_of, recording
 from taktline.split.stages import require_stage
-from taktline.split.steps import Cut, Record, Step, StepKind
+from taktline.split.without_data import EmptyModel
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import declared
 from taktline.text import counted, did_you_mean
@@ -43,8 +42,7 @@ _METHODS = (MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 class SplitPoint(Enum):
     """Whether a model is cut before or after a submodule.
 
-    >>> import taktline as tl
-    >>> tl.SplitPoint.BEGINNING
+    >>> SplitPoint.BEGINNING
     <SplitPoint.BEGINNING: 1>
     """
 
@@ -56,17 +54,12 @@ class SplitPoint(Enum):
 def pipe_split():
     """Begin a new stage here, inside a forward; does nothing unless :func:`pipeline` records it.
 
-    >>> import taktline as tl
-    >>> class Model(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-    ...
+    >>> class Model(nn.Linear):
     ...     def forward(self, x):
-    ...         x = self.first(x)
-    ...         tl.pipe_split()
-    ...         return self.second(x)
-    >>> tl.pipeline(Model(), (torch.zeros(2, 4),)).num_stages
+    ...         x = super().forward(x)
+    ...         pipe_split()
+    ...         return torch.tanh(x)
+    >>> pipeline(Model(4, 4), (torch.zeros(2, 4),)).num_stages
     2
     """
     if not torch.compiler.is_compiling() and (recorder := recording.recorder) is not None:
@@ -75,11 +68,7 @@ def pipe_split():
 
 @dataclass
 class PipeInfo:
-    """The information about the whole pipeline for :func:`build_stage`.
-
-    >>> PipeInfo(fx.Graph(), 2, False).num_stages
-    2
-    """
+    """The information about the whole pipeline for :func:`build_stage`."""
 
     graph: fx.Graph
     num_stages: int
@@ -89,9 +78,8 @@ class PipeInfo:
 class Pipe(nn.Module):
     """The stages of a model. Calling it runs them one after the other.
 
-    >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    >>> pipe = tl.pipeline(model, (torch.zeros(2, 4),), split_spec={"2": tl.SplitPoint.BEGINNING})
+    >>> pipe = pipeline(model, (torch.zeros(2, 4),), split_spec={"2": SplitPoint.BEGINNING})
     >>> pipe
     Pipe(2 stages: 20 parameters, 20 parameters)
     >>> [name for name, _ in pipe.get_stage_module(1).named_parameters()]
@@ -171,10 +159,9 @@ def build_stage(
 ) -> PipelineStage:
     """A stage to run in a schedule, from a module on its device.
 
-    >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    >>> pipe = tl.pipeline(model, (torch.zeros(2, 4),), split_spec={"2": tl.SplitPoint.BEGINNING})
-    >>> tl.build_stage(pipe.get_stage_module(1), 1, pipe.info(), torch.device("cpu"))
+    >>> pipe = pipeline(model, (torch.zeros(2, 4),), split_spec={"2": SplitPoint.BEGINNING})
+    >>> build_stage(pipe.get_stage_module(1), 1, pipe.info(), torch.device("cpu"))
     PipelineStage(1 of 2, RecordedStage, 20 parameters, cpu)
     """
     require_instance("pipe_info", pipe_info, PipeInfo, "what pipe.info() returns")
@@ -200,10 +187,8 @@ def pipeline(
         split_policy: instead of ``split_spec``, a function that puts calls of :func:`pipe_split`
             into a graph of the steps of the forward, and returns the graph module.
 
-    >>> import taktline as tl
-    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    >>> x = torch.ones(2, 4)
-    >>> pipe = tl.pipeline(model, (x,), split_spec={"1": tl.SplitPoint.END})
+    >>> model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    >>> pipe = pipeline(model, (x,), split_spec={"0": SplitPoint.END})
     >>> pipe.num_stages, torch.equal(pipe(x), model(x))
     (2, True)
     """

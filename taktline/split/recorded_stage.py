@@ -6,42 +6,408 @@ up what that has shown, and runs the steps of the stage.
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from taktline.errors import PartitionError
 from taktline.split.arguments import (
+    Absent,
     Args,
     Call,
     Kwargs,
-    device_of,
+    Path,
+    State,
+    Value,
+    at_path,
+    filled,
     key_of,
+    parts_in,
     require_no_cache,
+    walk,
     without_cache,
 )
-from taktline.split.cut import StagePlan, StepPlacement, starts_of
-from taktline.split.empty_model import EmptyModel
-from taktline.split.program import OtherTypes, StageProgram
+from taktline.split.cut import (
+    CheckpointRegion,
+    Cut,
+    Extra,
+    Modes,
+    Record,
+    StagePlan,
+    Step,
+    StepKind,
+    StepPlacement,
+    starts_of,
+)
 from taktline.split.record import record_twice
-from taktline.split.steps import Cut, Modes, Record
-from taktline.split.without_data import Casts
+from taktline.split.without_data import Casts, EmptyModel, has_data
+from taktline.stage.names import unwrapped
 from taktline.text import counted
+
+
+class Differs(Exception):
+    """A number that the forward reads from its arguments is not the one that was recorded."""
+
+
+class OtherTypes(Exception):
+    """A unit returns another type than in the record, as one in FSDP does: both types."""
+
+
+Values = dict[Any, Any]
+"""The tensors of a call, by the values that stand for them."""
+Run = Callable[[Values, nn.Module], None]
+"""A part of a stage: what it makes is put among the values."""
+_Layer = tuple[Step, Run, list[str]]
+"""A step that calls a layer, how to run it, and its path."""
+
+
+class StageProgram:
+    """How a stage runs the calls of a kind.
+
+    Args:
+        record: the forward.
+        plan: what the stage does of it.
+        rest: the arguments of the model that later stages need; None for the last stage.
+    """
+
+    def __init__(self, record: Record, plan: StagePlan, rest: frozenset[Value] | None) -> None:
+        self.record, self.plan = record, plan
+        self.is_checked = False
+        """Whether a call has shown that units return the types of the record."""
+        self._is_last = rest is None
+        self._given = parts_in(record.given, Value)
+        given = list(enumerate(self._given))
+        self._taken = [(v, at) for at, v in given if v in plan.arguments or v in plan.first]
+        self._dropped = [(at, Absent(*record.metas[v])) for at, v in given if v not in (rest or ())]
+        written = {memory for step in record.steps for memory in step.writes}
+        self._changed = [at for at, value in given if record.memory[value] in written]
+        self._result_states = parts_in(record.result, State)
+        result = parts_in(record.result, Value) if self._is_last else ()
+        self._runs = self._prepared(plan.steps, {*plan.sent, *result})
+        self._guards = self._prepared(plan.guards, set(record.metas))  # which lets go of nothing
+
+    def holds(self, stage: nn.Module, tensors: list[Any], received: tuple[Any, ...]) -> bool:
+        """Whether the forward reads the same numbers from these arguments."""
+        try:
+            if self._guards:
+                self._run(self._guards, stage, (), tensors)
+        except Differs:
+            return not has_data([*tensors, *received])  # as in a run that only counts
+        return True
+
+    def call(
+        self, stage: nn.Module, received: tuple[Any, ...], call: Call, tensors: list[Any]
+    ) -> Any:
+        """Run the stage; the first time, compare types."""
+        for at in self._changed:
+            if any(at != n and _share(tensors[at], other) for n, other in enumerate(tensors)):
+                raise PartitionError(
+                    f"the forward changes argument {at} of the model in place, but another one is "
+                    "the same tensor, or a view of it; pass a copy (x.clone())"
+                )
+        values = self._run(self._runs, stage, received, tensors)
+        self.is_checked = True
+        if self._is_last:
+            self._find_states(self._result_states, values, stage)
+            return filled(self.record.result, values)
+        sent = tuple([values[value] for value in self.plan.sent])
+        if any(type(tensors[at]) is not Absent for at, _ in self._dropped):
+            for at, absent in self._dropped:
+                tensors[at] = absent
+            call = filled(self.record.given, dict(zip(self._given, tensors, strict=True)))
+        return (sent, *call)
+
+    def _run(self, runs: list[Run], stage: nn.Module, received: Any, tensors: list[Any]) -> Values:
+        values = dict(zip(self.plan.received, received, strict=False))
+        for value, at in self._taken:
+            values[value] = tensors[at]
+        if not self.is_checked:
+            self._check(self.plan.received, values)
+        for value in self.plan.copied:
+            if value in values:
+                values[value] = values[value].clone()
+        for run in runs:
+            run(values, stage)
+        return values
+
+    def _find_states(self, states: Sequence[State], values: Values, stage: nn.Module) -> None:
+        """Find parameters and buffers; a tied one has one of its names in this stage."""
+        for state in states:
+            for name in self.record.aliases[state.name]:
+                path, _, last = name.rpartition(".")
+                with suppress(AttributeError):
+                    values[state] = getattr(stage.get_submodule(path), last)
+
+    def _check(self, made: Sequence[Value], values: Values) -> None:
+        """Raise if values have other types than in the record."""
+        for value in made:
+            dtype = self.record.metas[value][1]
+            found = getattr(values.get(value), "dtype", dtype)
+            if dtype.is_floating_point and found is not dtype:
+                raise OtherTypes(dtype, found)
+
+    def _prepared(self, steps: Sequence[Step], later: set[Value], depth: int = 0) -> list[Run]:
+        """Functions that run steps; ``later`` are the values that are used after them."""
+        found, later, outer = list[Run](), set(later), self.record.modes
+
+        def group_of(step: Step) -> tuple[tuple[CheckpointRegion, ...], Modes | None]:
+            region = step.region[depth : depth + 1]
+            return region, None if region else step.modes
+
+        for (region, modes), group in reversed([(k, list(g)) for k, g in groupby(steps, group_of)]):
+            if modes is None:
+                found.append(self._checkpointed(region[0], group, later, depth + 1))
+                later.update(value for step in group for value in step.reads)
+                continue
+            runs = list[Run]()
+            layers: list[_Layer] = []
+            for step in reversed(group):
+                run, is_layer = self._step(step, later), _is_layer(step, later)
+                if not (is_layer and layers and step.output == layers[0][0].args[0]):
+                    layers = []
+                    runs.append(self._layers(layers) if is_layer else run)
+                if is_layer:
+                    layers.insert(0, (step, run, step.target.split(".")))
+                later.update(step.reads)
+            found += runs if modes == outer else [partial(_run_in, modes, outer, runs[::-1])]
+        return found[::-1]
+
+    def _checkpointed(
+        self, region: CheckpointRegion, steps: Sequence[Step], later: set[Value], depth: int
+    ) -> Run:
+        """A function that runs the steps of a checkpointed part."""
+        made = {value: None for step in steps for value in step.makes}
+        needs = {value: None for step in steps for value in step.reads if value not in made}
+        returned = [value for value in made if value in later]
+        done = [value for value in needs if value not in later]
+        runs = self._prepared(steps, later, depth)
+
+        def inside(stage: nn.Module, *given: Any) -> tuple[Any, ...]:
+            values = dict[Any, Any](zip(needs, given, strict=True))
+            for run in runs:
+                run(values, stage)
+            return tuple([values[value] for value in returned])
+
+        def run_region(values: Values, stage: nn.Module) -> None:
+            found = checkpoint(
+                inside, stage, *[values[value] for value in needs],
+                use_reentrant=False, preserve_rng_state=region.preserves_rng,
+            )  # fmt: skip
+            values.update(zip(returned, found, strict=True))
+            for value in done:
+                del values[value]
+
+        return run_region
+
+    def _layers(self, layers: list[_Layer]) -> Run:
+        """A function that runs layers, each on the output of the one before, in less time."""
+
+        def run(values: Values, stage: nn.Module) -> None:
+            if not self.is_checked:
+                for _, slow, _ in layers:
+                    slow(values, stage)
+                return
+            x = values.pop(layers[0][0].args[0])
+            for _, _, path in layers:
+                layer: Any = stage
+                for key in path:
+                    layer = layer._modules[key]
+                x = layer(x)
+            values[layers[-1][0].output] = x
+
+        return run
+
+    def _step(self, step: Step, later: set[Value]) -> Run:
+        """A function that runs one step, and lets go of values that are not used later."""
+        function, given, expected = step.target, (step.args, step.kwargs), step.output
+        is_unit, is_read = step.kind is StepKind.UNIT, step.kind is StepKind.READ
+        is_guard = is_read and step in self.plan.guards
+        keys, states = function.split(".") if is_unit else (), step.states
+        places, constants = ([], []) if is_read else _places(expected)
+        done = [value for value in {*step.reads, *step.makes} if value not in later]
+        noted = [extra for extra in step.extras if extra.call is not None]
+        left = [extra for extra in step.extras if extra.call is None]
+
+        def run(values: Values, stage: nn.Module) -> None:
+            target: Any = stage if is_unit else function
+            for key in keys:
+                target = target._modules[key]
+            if states:
+                self._find_states(states, values, stage)
+            args, kwargs = call = filled(given, values)
+            before = [_left_in(target, call, extra) for extra in left]
+            if noted:
+                with _noting(target, step, noted, values):
+                    output = target(*args, **kwargs)
+            else:
+                output = target(*args, **kwargs)
+            if is_read and not _same(output, expected):
+                raise Differs if is_guard else _differs(step, output)
+            if is_unit and constants:
+                _require_constants(step, output, constants)
+            for value, path in places:
+                values[value] = at_path(output, path)
+            for extra, old in zip(left, before, strict=True):
+                values[extra.value] = _left_in(target, call, extra)
+                if values[extra.value] is None or values[extra.value] is old:
+                    raise _kept(step, extra)
+            if is_unit and not self.is_checked:
+                self._check(step.makes, values)
+            for value in done:
+                values.pop(value, None)
+
+        return run
+
+
+def _is_layer(step: Step, later: set[Value]) -> bool:
+    """Whether a step is a layer with one argument and one output, which is all that is left."""
+    args, output = step.args, step.output
+    return (
+        step.kind is StepKind.UNIT
+        and len(args) == 1
+        and type(args[0]) is type(output) is Value
+        and args[0] not in later
+        and not (step.kwargs or step.extras)
+        and output != args[0]
+    )
+
+
+def _places(template: Any) -> tuple[list[tuple[Value, Path]], list[tuple[Path, Any]]]:
+    """Where an output has values, and where numbers, texts and None."""
+    marks = {value: torch.empty(0) for value in parts_in(template, Value)}
+    marks |= {state: torch.empty(0) for state in parts_in(template, State)}
+    values = {id(mark): value for value, mark in marks.items() if type(value) is Value}
+    places: dict[Value, Path] = {}
+    constants: list[tuple[Path, Any]] = []
+    for path, part in walk(filled(template, marks)):
+        if id(part) in values:
+            places.setdefault(values[id(part)], path)
+        elif part is None or isinstance(part, (bool, int, float, str)):
+            constants.append((path, part))
+    return list(places.items()), constants
+
+
+def _require_constants(step: Step, output: Any, constants: Sequence[tuple[Path, Any]]) -> None:
+    """Raise if a unit returns other numbers than in the record, on which the forward may depend."""
+    for path, expected in constants:
+        try:
+            found = at_path(output, path)
+        except (LookupError, AttributeError, TypeError):
+            found = ...
+        if found is not expected and (type(found) is not type(expected) or found != expected):
+            shown = repr(found) if isinstance(found, (int, float, str)) else type(found).__name__
+            raise PartitionError(
+                f"{step.target!r} ({step.line}) returns {shown} where it has returned "
+                f"{expected!r} when the forward was recorded, which may depend on that; return a "
+                "tensor, or nothing"
+            )
+
+
+def _share(one: Any, other: Any) -> bool:
+    """Whether two tensors are in the same memory."""
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return tensors and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _run_in(
+    modes: Modes, outer: Modes, runs: Sequence[Run], values: Values, stage: nn.Module
+) -> None:
+    """Run steps in other modes of torch than the forward was called in."""
+    with modes.instead_of(outer):
+        for run in runs:
+            run(values, stage)
+
+
+def _differs(step: Step, found: Any) -> PartitionError:
+    return PartitionError(
+        f"{step.line} reads {found!r}, where it has read {step.output!r} before: what the forward "
+        "does depends on a random number, or on a buffer that changes, which stages cannot decide "
+        "by themselves; turn that off (a layerdrop of 0), or move it into a submodule"
+    )
+
+
+def _same(found: Any, expected: Any) -> bool:
+    try:
+        return bool(found == expected)
+    except Exception:  # arrays, which compare element by element
+        return bool((found == expected).all())
+
+
+def _inside(unit: nn.Module, path: str) -> nn.Module:
+    """A module inside of a unit, through the wrappers of modules."""
+    found = unwrapped(unit)
+    for key in path.split(".") if path else ():
+        found = unwrapped(found._modules[key])  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def _left_in(unit: Any, call: Call, extra: Extra) -> Any:
+    """What a unit has left in its arguments or attributes; None if it is not there."""
+    with suppress(LookupError, AttributeError):
+        return at_path(call if extra.module is None else _inside(unit, extra.module), extra.path)
+    return None
+
+
+def _kept(step: Step, extra: Extra) -> PartitionError:
+    name = ".".join(str(key) for _, key in extra.path)
+    return PartitionError(
+        f"{step.target!r} ({step.line}) has not set {name!r} in this call, but when the forward "
+        "was recorded; if the forward itself empties it, let the submodule do so, or return the "
+        "tensor from it"
+    )
+
+
+@contextmanager
+def _noting(unit: nn.Module, step: Step, extras: Sequence[Extra], values: Values) -> Iterator[None]:
+    """Note outputs of modules inside of a unit, as values."""
+    calls: Counter[str] = Counter()
+
+    def note(path: str, _: Any, __: Any, output: Any) -> None:
+        for extra in extras:
+            if (extra.module, extra.call) == (path, calls[path]):
+                values[extra.value] = at_path(output, extra.path)
+        calls[path] += 1
+
+    with ExitStack() as stack:
+        for path in {extra.module or "" for extra in extras}:
+            handle = _inside(unit, path).register_forward_hook(partial(note, path))
+            stack.callback(handle.remove)
+        yield
+    for extra in extras:
+        if extra.value not in values:
+            raise PartitionError(
+                f"{step.line} uses the output of {extra.module!r} in {step.target!r}, which was "
+                "not called this time, but when the forward was recorded; return it from "
+                f"{step.target!r} in each call"
+            )
+
 
 KINDS = 256
 """How many kinds of calls are known at a time, and how many of one kind that read other numbers."""
 
 
-class Known(NamedTuple):
+class Known:
     """A recorded forward, cut into stages."""
 
-    record: Record
-    plans: list[StagePlan]
+    def __init__(self, record: Record, plans: list[StagePlan]) -> None:
+        self.record, self.plans = record, plans
+        self._programs: dict[int, StageProgram] = {}
+
+    def program(self, stage: int) -> StageProgram:
+        """How a stage runs it."""
+        if stage not in self._programs:
+            after = self.plans[stage + 1 : stage + 2]
+            rest = after[0].arguments if after else None
+            self._programs[stage] = StageProgram(self.record, self.plans[stage], rest)
+        return self._programs[stage]
 
 
 class CutModel:
@@ -80,36 +446,21 @@ class CutModel:
         """The number of stages."""
         return len(self.cuts) + 1 if self.first is None else len(self.first.plans)
 
-    def learn(
-        self,
-        key: Any,
-        call: Call,
-        training: bool,
-        place: int,
-        record: Record | None = None,
-        casts: Casts | None = None,
-        device: torch.device | None = None,
-    ) -> Known:
-        """Record a call of a kind; ``place`` is how many of that kind are known to differ."""
-        with self.lock:
-            found = self.known(key)
-            if place < len(found):
-                return found[place]
-            if self.empty.model.training != training:
-                self.empty.model.train(training)
-            record = record or record_twice(self.empty, call, casts, device)
-            known = Known(record, StepPlacement(record, self.starts(record)).plans())
-            if self.first is not None and len(known.plans) != self.stages:
-                raise PartitionError(
-                    f"the forward of {self.empty.kind.__name__} has {len(known.plans) - 1} split "
-                    f"points in this call, and {self.stages - 1} in the example; let it call "
-                    "pipe_split() as often, also in evaluation"
-                )
-            self._require_at_home(known)
-            self.first = self.first or known
-            found.append(known)
-            del found[:-KINDS]
-            return known
+    def learn(self, training: bool, record: Callable[[], Record]) -> Known:
+        """Record a call of a kind, and cut it."""
+        if self.empty.model.training != training:
+            self.empty.model.train(training)
+        made = record()
+        known = Known(made, StepPlacement(made, self.starts(made)).plans())
+        if self.first is not None and len(known.plans) != self.stages:
+            raise PartitionError(
+                f"the forward of {self.empty.kind.__name__} has {len(known.plans) - 1} split "
+                f"points in this call, and {self.stages - 1} in the example; let it call "
+                "pipe_split() as often, also in evaluation"
+            )
+        self._require_at_home(known)
+        self.first = self.first or known
+        return known
 
     def _require_at_home(self, known: Known) -> None:
         """Raise if a stage uses a unit or a parameter of another stage."""
@@ -133,19 +484,31 @@ class StageRunner:
 
     def __init__(self, cut: CutModel, stage: int) -> None:
         self.cut, self.stage = cut, stage
-        self.programs = lru_cache(KINDS)(_no_programs)
         self.casts: dict[torch.dtype, torch.dtype] = {}
         """The types that units return, where they differ from those of the record."""
         self.lead: tuple[str, ...] = ()
         """The path of a parameter, whose type is that of the stage."""
+        self.dtype: torch.dtype | None = None
+        """Its type when the model was cut."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageRunner:
         return self
 
     def run(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Run the stage; returns what the next one needs, or the model's output."""
-        received, call = self._received(args, kwargs)
-        program, tensors = self._program(module, call, received)
+        if self.stage == 0:
+            require_no_cache(kwargs)
+            call: Call = args, without_cache(self.cut.arguments[len(args) :], kwargs)
+            received: tuple[Any, ...] = ()
+        elif len(args) == 3 and isinstance(args[0], tuple):
+            # Keywords of a rank reach all its stages; the model's came from the stage before.
+            received, call = args[0], (args[1], args[2])
+        else:
+            raise PartitionError(
+                f"stage {self.stage} takes what stage {self.stage - 1} returns, not the arguments "
+                "of the model: those go to stage 0"
+            )
+        program, tensors = self.program(module, call, received)
         expected = len(program.plan.received)
         if len(received) != expected:
             raise PartitionError(
@@ -160,65 +523,32 @@ class StageRunner:
             if self.casts.get(recorded) is found:
                 raise
             self.casts = {**self.casts, recorded: found}
-            self.programs.cache_clear()
         return self.run(module, args, kwargs)
 
-    def _received(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Call]:
-        """The values from the stage before, and the arguments of the model."""
-        if self.stage == 0:
-            require_no_cache(kwargs)
-            return (), (args, without_cache(self.cut.arguments[len(args) :], kwargs))
-        if len(args) != 3 or not isinstance(args[0], tuple):
-            raise PartitionError(
-                f"stage {self.stage} takes what stage {self.stage - 1} returns, not the arguments "
-                "of the model: those go to stage 0"
-            )
-        # Keywords of a rank reach all its stages; the model's came from the stage before.
-        return args[0], (args[1], args[2])
-
-    def _program(
+    def program(
         self, module: nn.Module, call: Call, received: tuple[Any, ...]
     ) -> tuple[StageProgram, list[Any]]:
-        """What to run for a call, and the tensors in its arguments."""
+        """What to run for a call, and the tensors in its arguments; records a new kind."""
         tensors: list[Any] = []
-        kind, training = key_of(call, tensors), module.training
-        devices = _devices_of((*tensors, *received))
-        is_inference = torch.is_inference_mode_enabled()
-        programs = self.programs(
-            (
-                *(kind, training, is_inference, torch.is_grad_enabled(), self._type_of(module)),
-                *[torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in devices],
-            )
-        )
-        for program in programs:
-            if program.holds(module, tensors, received):
-                return program, tensors
+        kind, training, dtype = key_of(call, tensors), module.training, self.type_of(module)
+        first = next((t for t in (*tensors, *received) if isinstance(t, torch.Tensor)), None)
+        device = torch.device("cpu") if first is None else first.device
+        changed = () if dtype is self.dtype else self._changed_types(module, dtype)
+        key = key_of_kind(kind, training, device, changed, tuple(self.casts.items()))
+        known = self.cut.known(key)
+        for each in known:
+            if (found := each.program(self.stage)).holds(module, tensors, received):
+                return found, tensors
         with self.cut.lock:
-            key = (kind, training, Modes.now(devices), is_inference)
-            program = self._learn(module, key, (call, tensors, received))
-            programs.append(program)
-            del programs[:-KINDS]
-        return program, tensors
-
-    def _learn(
-        self, module: nn.Module, key: Any, given: tuple[Call, list[Any], Any]
-    ) -> StageProgram:
-        """A program of what other stages have learned, or else of a new record."""
-        (call, tensors, received), cut, at = given, self.cut, self.stage
-        cut.empty.follow_types(module)
-        key = (*key, cut.empty.retyped, *self.casts.items())
-        known, place = len(cut.known(key)), 0
-        while True:
-            record, plans = cut.learn(
-                key, call, module.training, place, None, self.casts, device_of((tensors, received))
+            casts = Casts(dict(changed), self.casts)
+            made = self.cut.learn(
+                training, lambda: record_twice(self.cut.empty, call, casts, device)
             )
-            rest = plans[at + 1].arguments if at + 1 < len(plans) else None
-            program = StageProgram(record, plans[at], rest)
-            if place == known or program.holds(module, tensors, received):
-                return program
-            place += 1
+            known.append(made)
+            del known[:-KINDS]
+        return made.program(self.stage), tensors
 
-    def _type_of(self, module: nn.Module) -> torch.dtype | None:
+    def type_of(self, module: nn.Module) -> torch.dtype | None:
         """The type of the stage, which may change: ``model.double()``."""
         if not self.lead:
             return None
@@ -228,16 +558,28 @@ class StageRunner:
             holder = holder._modules[each]
         return holder._parameters[key].dtype
 
+    def _changed_types(self, module: nn.Module, dtype: Any) -> tuple[tuple[Any, Any], ...]:
+        """The type of the stage when the model was cut, and that of now."""
+        # In FSDP, parameters have other types in each call, and nothing else has.
+        if any(hasattr(part, "unshard") for part in module.modules()):
+            return ()
+        for name, buffer in module.named_buffers():
+            if buffer.dtype is self.dtype and name in self.cut.homes:
+                raise PartitionError(
+                    f"the type of the model has changed since it was cut, from {self.dtype}, but "
+                    f"not that of the buffer {name!r}, which its stages have; change the type of "
+                    "the stages, or before the model is cut"
+                )
+        return ((self.dtype, dtype),)
 
-def _no_programs(_: Any) -> list[StageProgram]:
-    return []
 
-
-def _devices_of(tensors: Sequence[Any]) -> tuple[str, ...]:
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor):
-            return ("cpu",) if tensor.is_cpu or tensor.is_meta else ("cpu", tensor.device.type)
-    return ("cpu",)
+def key_of_kind(kind: Any, training: bool, device: torch.device, *types: Any) -> Any:
+    """A kind of call: its arguments, the modes of torch, and types that have changed."""
+    name = device.type
+    devices = ("cpu",) if name in ("cpu", "meta") else ("cpu", name)
+    autocast = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in devices]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return (kind, training, devices, *modes, *autocast, *types)
 
 
 class RecordedStage(nn.Module):
@@ -287,6 +629,7 @@ def make_stage(model: nn.Module, cut: CutModel, stage: int) -> RecordedStage:
             holder._parameters[key] = source._parameters[key]
     floats = (name for name, tensor in made.named_parameters() if tensor.is_floating_point())
     runner.lead = tuple(filter(None, next(floats, "").split(".")))
+    runner.dtype = runner.type_of(made)
     return made
 
 
@@ -310,8 +653,8 @@ def crossings_of(stage_module: nn.Module) -> list[str]:
     runner: StageRunner | None = vars(stage_module).get("_runner")
     if runner is None or runner.cut.first is None:
         return []
-    record, plans = runner.cut.first
-    return [record.names[value] for value in plans[runner.stage].sent]
+    first = runner.cut.first
+    return [first.record.names[value] for value in first.plans[runner.stage].sent]
 
 
 def has_dynamic_shapes(stage_module: nn.Module) -> bool:
@@ -319,26 +662,11 @@ def has_dynamic_shapes(stage_module: nn.Module) -> bool:
     runner: StageRunner | None = vars(stage_module).get("_runner")
     if runner is None or runner.cut.first is None:
         return False
-    record, plans = runner.cut.first
-    return any(not record.sized.isdisjoint(plan.sent) for plan in plans)
+    first = runner.cut.first
+    return any(not first.record.sized.isdisjoint(plan.sent) for plan in first.plans)
 
 
 def model_of(stage_module: nn.Module) -> nn.Module | None:
     """The whole model without data, if a module is a stage of one that was cut by names."""
     runner: StageRunner | None = vars(stage_module).get("_runner")
     return None if runner is None else runner.cut.empty.model
-
-
-_TABLES = {key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))}
-"""Buffers, hooks and the like: registering one with a copy must not change the model."""
-
-
-def with_own_tables(module: nn.Module) -> nn.Module:
-    """A copy of a module and its submodules, with the same tensors."""
-    made = object.__new__(type(module))
-    made.__dict__ = {k: copy.copy(v) if k in _TABLES else v for k, v in vars(module).items()}
-    made._modules = {
-        key: None if child is None else with_own_tables(child)
-        for key, child in module._modules.items()
-    }
-    return made

@@ -7,21 +7,29 @@ them, with all that it does inside.
 
 from __future__ import annotations
 
+import inspect
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
 
-from taktline.errors import PartitionError
-from taktline.split.arguments import Args, Call, Kwargs
-from taktline.split.empty_model import EmptyModel
-from taktline.split.nested import (
+from taktline.errors import PartitionError, TorchVersionError
+from taktline.private import missing, private
+from taktline.side_values import Aside, add_loss, current_aside
+from taktline.split.arguments import (
+    Args,
+    Call,
+    Kwargs,
     Path,
     State,
     Value,
@@ -32,27 +40,52 @@ from taktline.split.nested import (
     mapped,
     walk,
 )
-from taktline.split.patches import (
-    EFFECTS,
-    METADATA,
-    PIPE_SPLIT,
-    REFUSED,
-    SIZES,
-    STATISTICS,
-    name_of,
-    replaced,
+from taktline.split.cut import CheckpointRegion, Cut, Extra, Modes, Record, Step, StepKind
+from taktline.split.without_data import (
+    EmptyModel,
+    Fakes,
+    NeedsData,
+    is_fake,
+    is_transformed,
+    joined,
 )
-from taktline.split.steps import CheckpointRegion, Cut, Extra, Modes, Record, Step, StepKind
-from taktline.split.without_data import Fakes, NeedsData, is_fake, is_transformed
 
 _CALL = nn.Module.__call__
-OWN_OF_MODULES = frozenset(vars(nn.Module()))
-"""The attributes that each module has."""
+_SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"))
+"""Functions that read sizes, which may depend on data."""
+_METADATA = frozenset(
+    [
+        *("shape", "size", "dtype", "device", "ndim", "dim", "numel", "nelement", "stride"),
+        *("is_floating_point", "is_complex", "layout", "is_contiguous", "requires_grad", "is_cuda"),
+        *("element_size", "storage_offset", "names", "__len__", "is_nested", "is_sparse"),
+        *("itemsize", "nbytes", "type", "is_leaf", "grad_fn", "is_meta", "_version", "get_device"),
+        *("is_shared", "is_cpu", "is_quantized", "is_mkldnn", "__hash__", "__repr__", "__format__"),
+        *("__str__", "is_inference", "is_signed", "result_type", "is_same_size", "dim_order"),
+        *("output_nr", "is_conj", "is_neg", "is_mps", "is_xpu", "_backward_hooks", "is_pinned"),
+        *("untyped_storage", "is_tensor", "is_storage", "name", "is_sparse_csr", "ndimension"),
+        *("promote_types", "can_cast", "__dir__", "is_xla", "has_names", "__reduce_ex__"),
+    ]
+)
+"""Functions that read what a kind of call has in common: no data."""
+_REFUSED = {
+    "backward": "runs a backward in the forward, which a stage cannot; use torch.autograd.grad",
+    "__set__": "sets an attribute of a tensor, such as x.data or x.grad; use x.copy_() instead",
+}
+"""Functions that no stage can run."""
+_EFFECTS = frozenset(
+    ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "call_aside")
+)
+"""Functions that do something beside what they return."""
+_STATISTICS = frozenset(("batch_norm", "instance_norm"))
+"""Functions that change buffers, which torch does not show."""
+PIPE_SPLIT = frozenset(("pipe_split", "_pipe_split", "_pipe_split.default"))
+"""Functions with which stages begin: ours, and the operator of torch."""
 _TRANSFORMED = (
     "is inside of torch.vmap or another transform of functions, in which steps cannot be recorded; "
     "use it inside of a submodule"
 )
-_NUMBERS = (bool, int, float, str)
+_OWN_OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that each module has."""
 
 
 class Recorder(TorchFunctionMode):
@@ -78,8 +111,6 @@ class Recorder(TorchFunctionMode):
         """That of torch, after the last step."""
         self.constants: set[int] = set()
         """The ids of tensors that were made before, or by functions that are no steps."""
-        self.handles: set[int] = set()
-        """The ids of the handles of hooks of tensors."""
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         """Those of the user's own, with their states before."""
         self.states: dict[int, State] = {}
@@ -97,12 +128,9 @@ class Recorder(TorchFunctionMode):
             aliases[first] = (*aliases.get(first, ()), name)
         self.unit_names = {id(module): name for name, module in reversed(empty.modules.items())}
         self.module_names = {id(module): name for name, module in empty.model.named_modules()}
-        self.unit_of: dict[int, str] = {}
-        """The unit that each module is in."""
-        for name, unit in empty.modules.items():
-            self.unit_of |= {id(part): name for part in unit.modules()}
-        self.changed: dict[str, str] = {}
-        """The units in which the forward has changed an attribute, and where it did so."""
+        self.inside_units = {id(m) for unit in empty.modules.values() for m in unit.modules()}
+        self.attributes: dict[str, dict[tuple[str, str], Any]] = {}
+        """Those of each unit after its last call."""
         self.inner_names: dict[int, str] = {}
         """The names of the modules inside of the unit that runs."""
         self.record = Record(
@@ -116,6 +144,10 @@ class Recorder(TorchFunctionMode):
             is_parameter=empty.parameters,
             names={},
         )
+
+    def __enter__(self) -> Self:
+        self.attributes = {n: _attributes_in(unit) for n, unit in self.empty.modules.items()}
+        return super().__enter__()
 
     @property
     def is_recording(self) -> bool:
@@ -205,10 +237,10 @@ class Recorder(TorchFunctionMode):
         """The attribute of a unit that holds a tensor: the unit's last call, module and path."""
         for name, step in self.last_step.items():
             for module, part in self.empty.modules[name].named_modules():
-                own = {key: v for key, v in vars(part).items() if key not in OWN_OF_MODULES}
+                own = {key: v for key, v in vars(part).items() if key not in _OWN_OF_MODULES}
                 for path, found in walk(own):
                     if found is tensor:
-                        return step, module, (("attribute", path[0][1]), *path[1:]), None
+                        return step, module, ((True, path[0][1]), *path[1:]), None
         raise PartitionError(
             f"{line_of_user()} uses a tensor that was made inside of a submodule or in an earlier "
             "call, and that is neither in the output of a module, nor in an attribute; return it "
@@ -240,15 +272,14 @@ class Recorder(TorchFunctionMode):
         given, name = all_tensors((args, kwargs)), name_of(func)
         if name == "apply":  # a function of autograd, of the user's own
             require_no_modules((args, kwargs))
-        if name in REFUSED:
-            self.refuse(REFUSED[name])
+        if name in _REFUSED:
+            self.refuse(_REFUSED[name])
         sized = [tensor for tensor in given if self.known(tensor) in self.record.sized]
-        if name == "data_ptr" or (name in SIZES and sized):
+        if name == "data_ptr" or (name in _SIZES and sized):
             raise _needs_data(name)
-        own = kwargs.get("generator")
+        own, has_data = kwargs.get("generator"), self.fakes.have_data(given)
         if own is not None:
             self.generators.setdefault(id(own), (own, own.get_state()))
-        has_data = self.fakes.have_data(given)
         with self.fakes.noting_writes(given) as writes:
             try:
                 output, is_sized = self.fakes.run(func, args, kwargs, given)
@@ -260,37 +291,34 @@ class Recorder(TorchFunctionMode):
                     raise _needs_data(name) from error
                 return self._function(func, *read)
         tensors = all_tensors(output)
-        if not tensors and not writes and name not in EFFECTS:
-            if (
-                given
-                and name not in METADATA
-                and not (output is None or isinstance(output, (torch.Size, torch.dtype)))
-                and self.fakes.have_data(given)
-            ):
+        needs_data = (
+            given
+            and not (writes or output is None or isinstance(output, (torch.Size, torch.dtype)))
+            and self.fakes.have_data([*given, *tensors])
+            # Not asked of numbers: some versions of torch know those of small tensors without data.
+            and (
+                self.fakes.depends_on_data(func, args, kwargs) if tensors else name not in _METADATA
+            )
+        )
+        if not tensors and not writes and name not in _EFFECTS:
+            if needs_data:
                 self._note_read(func, (args, kwargs), output)
             return output
         step = self.add_step(StepKind.CALL, func, (args, kwargs))
         draws = has_data and self.random_state != self._random_state()
-        step.draws = draws or name in EFFECTS or own is not None
-        if name in STATISTICS:
+        step.draws = draws or name in _EFFECTS or own is not None
+        if name in _STATISTICS:
             names = {state.name for state in step.states} - self.empty.parameters
             writes += [self.record.state_memory[name] for name in names]
         self._note_writes(step, given, writes)
         step.output = self.outputs(output, f"{name} ({step.line})")
-        if name == "register_hook":
-            self.handles.add(id(output))
-            self.kept.append(output)
         is_free = not step.draws and self.unknown.isdisjoint(step.reads)
         if not is_free:
             self.unknown.update(step.makes)
-        if given and tensors and not writes and self.fakes.have_data([*given, *tensors]):
-            is_sized = self.fakes.depends_on_data(func, args, kwargs)
-            if is_sized and is_free:
-                # Those that depend on random numbers cannot be compared beforehand.
-                for tensor in tensors:
-                    self._note_read(torch.Tensor.size, ((tensor,), {}), tensor.shape)
-                return output
-        if sized or is_sized:
+        if needs_data and is_free:  # sizes that depend on random numbers cannot be compared
+            for tensor in tensors:
+                self._note_read(torch.Tensor.size, ((tensor,), {}), tensor.shape)
+        elif sized or is_sized or needs_data:
             self.record.sized.update(step.makes)
         return output
 
@@ -358,8 +386,7 @@ class Recorder(TorchFunctionMode):
         is_unit = self.is_recording and id(module) in self.unit_names
         if is_unit:
             with self._inside((args, kwargs), self.unit_names[id(module)]):
-                counted = self._counted_once(partial(call, module))
-                output = self._unit(module, counted, (args, kwargs))
+                output = self._unit(module, partial(call, module), (args, kwargs))
         else:
             output = call(module, *args, **kwargs)
         # Each call once, also if its class has a __call__ of its own.
@@ -368,37 +395,22 @@ class Recorder(TorchFunctionMode):
             return output
         if not self.is_inside and (is_unit or call is _CALL):
             self.record.spans.append((name, begin, len(self.record.steps)))
-        if call is _CALL:
+        if call is _CALL and not self.fakes.is_second_run:
             self.record.runs[name] += 1
             if self.is_inside and (path := self.inner_names.get(id(module))):
                 self._note_inner(path, output)
         return output
 
-    def _counted_once(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Count what a unit calls in its last run: one that needs data runs several times."""
-        before = self.record.runs.copy()
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.inner_calls.clear()
-            self.record.runs.clear()
-            self.record.runs.update(before)
-            return call(*args, **kwargs)
-
-        return run
-
     def _unit(self, module: nn.Module, call: Callable[..., Any], given: Call) -> Any:
         record, name = self.record, self.unit_names[id(module)]
         require_no_modules(given)
-        if any(id(parameter) not in self.states for parameter in module.parameters()):
-            self.refuse(
-                f"calls {name!r} with other parameters than its own, such as by functional_call; "
-                "compute with functions of torch instead, or in a submodule"
-            )
-        if name in self.changed:
-            self.refuse(
-                f"calls {name!r}, in which {self.changed[name]} before, but the stage of that "
-                "submodule does not see it; pass it on as an argument"
-            )
+        for (path, key), value in _attributes_in(module).items():
+            if self.attributes[name].get((path, key)) != value:
+                self.refuse(
+                    f"calls {name!r}, of which the forward has changed {joined(path, key)!r} "
+                    "before, but the stage of that submodule does not see it; pass it on as an "
+                    "argument"
+                )
         plain = [part for _, part in walk(given) if is_object(part) and not all_tensors(part)]
         attributes = list(walk(plain))
         opened = mapped(given, self.reference, set(map(id, plain)))
@@ -414,8 +426,9 @@ class Recorder(TorchFunctionMode):
         own.update(v for s in record.steps if s.target == name for v in (*s.reads, *s.makes))
         with self.fakes.noting_writes(tensors) as writes:
             uses = partial(self._require_own, name, own)
-            output, is_sized, cost = self.fakes.run_unit(module, call, given, uses)
+            output, is_sized, cost = self.fakes.run_unit(call, given, uses)
             torch.rand(())  # as if it had drawn: a state that is set back is seen
+        self.attributes[name] = _attributes_in(module)
         record.costs[Cut(name, step.call)] = cost
         self._note_writes(step, tensors, writes)
         if _differ(attributes, list(walk(plain))):  # then each call has new objects
@@ -452,13 +465,6 @@ class Recorder(TorchFunctionMode):
                     "stage of that submodule may not have it; pass it on as an argument"
                 )
 
-    def attribute(self, module: nn.Module, key: str, value: Any) -> None:
-        """Note that the forward changes an attribute of a unit, which runs elsewhere."""
-        if self.is_recording and id(module) in self.unit_of:
-            before = getattr(module, key, None)
-            if before is not value and not (isinstance(value, _NUMBERS) and before == value):
-                self.changed[self.unit_of[id(module)]] = f"{line_of_user()} changes {key!r}"
-
     def hook(self, module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
         """A hook of a module that the forward itself registers: it may only note outputs."""
 
@@ -469,7 +475,7 @@ class Recorder(TorchFunctionMode):
                     "but no stage has it; register it before the model is cut"
                 )
 
-        return noting if self.is_recording and id(module) in self.unit_of else hook
+        return noting if self.is_recording and id(module) in self.inside_units else hook
 
     def _note_inner(self, path: str, output: Any) -> None:
         """Note the output of a module inside of the unit that runs."""
@@ -493,6 +499,23 @@ def require_no_modules(given: Call) -> None:
             )
 
 
+def name_of(func: Any) -> str:
+    """What a function, a method or an attribute of torch is called."""
+    name = getattr(func, "__name__", type(func).__name__)
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+def _attributes_in(unit: nn.Module) -> dict[tuple[str, str], Any]:
+    """The attributes and parameters of the modules in a unit, to compare them."""
+    return {
+        (path, key): value if isinstance(value, (bool, int, float, str)) else id(value)
+        for path, part in unit.named_modules()
+        for key, value in (*vars(part).items(), *part._parameters.items())
+    }
+
+
 def _differ(one: Sequence[tuple[Path, Any]], other: Sequence[tuple[Path, Any]]) -> bool:
     pairs = zip(one, other, strict=False)
     return len(one) != len(other) or any(a is not b or p != q for (p, a), (q, b) in pairs)
@@ -504,3 +527,130 @@ def _needs_data(name: str) -> PartitionError:
         "decides what the forward does next or how large its values are; move it into a submodule "
         "that one stage runs as a whole, or use torch.where"
     )
+
+
+_REGISTER = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
+_LOG = "torch._subclasses.fake_tensor"
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_generator = private(
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator", "a recorded forward"
+)
+
+
+recording = SimpleNamespace(recorder=None)
+"""Knows the recorder that is at work."""
+
+
+@contextmanager
+def replaced(holder: Any, **values: Any) -> Iterator[None]:
+    """Let attributes have other values for a while."""
+    before = {name: vars(holder)[name] for name in values if name in vars(holder)}
+    try:
+        for name, value in values.items():
+            setattr(holder, name, value)
+        yield
+    finally:
+        for name in values:  # at no time without it: other threads may use it
+            if name in before:
+                setattr(holder, name, before[name])
+            else:
+                delattr(holder, name)
+
+
+@contextmanager
+def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
+    """Let calls of modules, functions of autograd, checkpoints and skips come to a recorder."""
+    if reason := missing(_generator):
+        raise TorchVersionError(reason)
+    function, checkpoints = torch.autograd.Function, vars(torch_checkpoint)
+    before_apply = inspect.getattr_static(function, "apply")
+    name = next(each for each in (f"{_GENERATOR}_impl", _GENERATOR) if each in checkpoints)
+    before_region = checkpoints[name]
+    before_saving = saved_tensors_hooks.__enter__
+
+    def calling(before: Any) -> Any:
+        return lambda self, *args, **kwargs: recorder.module(self, before, args, kwargs)
+
+    def forward_of(unit: nn.Module) -> Any:
+        before = unit.forward  # which the forward of the model may call by unit.forward(x)
+        return lambda *args, **kwargs: (unit if recorder.is_recording else before)(*args, **kwargs)
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_recording and kind is torch_checkpoint.CheckpointFunction:
+            run, preserves, *rest = args
+            with recorder.region(bool(preserves)):
+                return run(*rest)
+        return recorder.function(before_apply.__get__(None, kind), args, kwargs)
+
+    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if not recorder.is_recording:
+            yield from before_region(*args, **kwargs)
+            return
+        given = inspect.signature(before_region).bind(*args, **kwargs).arguments
+        with recorder.region(bool(given.get("preserve_rng_state", True))):
+            yield
+
+    def saving(self: Any) -> None:
+        if recorder.is_recording:
+            recorder.refuse(
+                "lets autograd save other tensors (saved_tensors_hooks, save_on_cpu), which its "
+                "stages would not do; use it inside of a submodule"
+            )
+        before_saving(self)
+
+    def registering(name: str) -> Any:
+        before = vars(nn.Module)[name]
+        return lambda self, hook, **kw: before(self, recorder.hook(self, hook), **kw)
+
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    with ExitStack() as stack:
+        for kind in (kind for kind in kinds if "__call__" in vars(kind)):
+            stack.enter_context(replaced(kind, __call__=calling(vars(kind)["__call__"])))
+        for unit in {*recorder.empty.modules.values()}:
+            if not (unit._forward_hooks or unit._forward_pre_hooks):  # those would not run
+                stack.enter_context(replaced(unit, forward=forward_of(unit)))
+        hooks = {name: registering(name) for name in _REGISTER}
+        stack.enter_context(replaced(nn.Module, **hooks))
+        stack.enter_context(replaced(saved_tensors_hooks, __enter__=saving))
+        stack.enter_context(replaced(function, apply=classmethod(apply)))
+        stack.enter_context(replaced(torch_checkpoint, **{name: region}))
+        # What torch writes of operations that cannot run without data.
+        stack.enter_context(replaced(logging.getLogger(_LOG), disabled=True))
+        stack.enter_context(_RecordedAside(recorder))
+        stack.enter_context(replaced(recording, recorder=recorder))
+        yield
+
+
+class _RecordedAside(Aside):
+    """The side values of a forward that is recorded."""
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__(0, {})
+        self._recorder = recorder
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Put a value, and record it."""
+        self._run("put", name, value)
+
+    def get(self, name: str) -> torch.Tensor:
+        """A value that was put before, as the value of a step."""
+        return self._run("get", name)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add a loss, and record it."""
+        self._run("add", loss)
+
+    def _run(self, method: str, *args: Any) -> Any:
+        if self._recorder.is_recording:
+            return self._recorder.function(call_aside, (method, *args), {})
+        found = getattr(super(), method)(*args)
+        if method != "get":
+            return found
+        self._recorder.shared.add(id(found))
+        return found.view_as(found)
+
+
+def call_aside(method: str, *args: Any) -> Any:
+    """Put or get a skip, or add a loss, of the stage that runs."""
+    # Not add() itself: collect_losses() may collect it.
+    return add_loss(*args) if method == "add" else getattr(current_aside(), method)(*args)

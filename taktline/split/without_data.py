@@ -1,23 +1,205 @@
-"""Tensors without data: what the units of a model compute while its forward is recorded."""
+"""A copy of a model without data, in which a forward can be recorded.
+
+::
+
+    model                 container: an ancestor of a cut
+    ├── embed_tokens      unit: a step of the forward
+    ├── layers            container
+    │   ├── 0             unit
+    │   └── 1             unit; a cut begins a stage here
+    ├── rotary_emb        free: has no state, so what it computes are steps
+    └── norm              unit
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import Context
-from typing import Any
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.private import private
-from taktline.split.arguments import Args, Call, Kwargs
+from taktline.split.arguments import (
+    Absent,
+    Args,
+    Call,
+    Kwargs,
+    all_tensors,
+    children_of,
+    disable_cache,
+    swapped,
+    walk,
+)
 from taktline.split.costs import OperationCounter
-from taktline.split.nested import Absent, all_tensors, children_of, swapped, walk
+from taktline.split.cut import Cut
+from taktline.stage.names import unwrapped
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def joined(path: str, key: str) -> str:
+    """The full name of a member of a module."""
+    return ".".join(filter(None, (path, key)))
+
+
+def ancestors(name: str) -> list[str]:
+    """The names of the modules around a module, from the model on."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
+
+
+class EmptyModel:
+    """A model without data: its parameters, and the buffers of its units, are on the meta device.
+
+    Args:
+        model: stays as it is.
+        cuts: what is around these is opened.
+        opened: more modules to open.
+    """
+
+    def __init__(self, model: nn.Module, cuts: Sequence[Cut], opened: Collection[str] = ()) -> None:
+        _require_own_hooks(model)
+        self.kind = type(model)
+        units = _units_of(model, cuts, opened)
+        inside = {id(part) for name in units for part in model.get_submodule(name).modules()}
+        memo: dict[int, Any] = {}
+        for module in model.modules():
+            inner = unwrapped(module)
+            memo[id(module)] = memo.setdefault(id(inner), object.__new__(type(inner)))
+            for tensor in (t for _, tensors in _tables_of(module) for t in tensors.values()):
+                if id(module) in inside or isinstance(tensor, nn.Parameter):
+                    memo[id(tensor)] = _without_data(tensor)
+        for module in model.modules():
+            if unwrapped(module) is module:
+                made = memo[id(module)]
+                made.__dict__ = {k: _copied(v, memo) for k, v in vars(module).items()}
+                made.__dict__["_compiled_call_impl"] = None
+        self.model: nn.Module = memo[id(model)]
+        self.modules = {name: self.model.get_submodule(name) for name in units}
+        if "use_cache" not in signature(self.kind.forward).parameters:
+            for part in self.model.modules():
+                disable_cache(part)
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        self.parameters = frozenset(parameters)
+        insides = tuple(f"{name}." for name in units)
+        self.own = [name for name in (*parameters, *buffers) if not name.startswith(insides)]
+        """The parameters and buffers that are in no unit."""
+        self.seen: set[int] = set()
+        """The lines of forwards that were recorded twice."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EmptyModel:
+        return self
+
+    @contextmanager
+    def filled(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Replace all parameters, buffers and other tensors in attributes for a while."""
+        before = [table for module in self.model.modules() for table in _tables_of(module)]
+        every = {id(tensor): tensor for _, tensors in before for tensor in tensors.values()}
+        made = {key: change(tensor) for key, tensor in every.items()}
+        for table, tensors in before:
+            table.update((key, made[id(tensor)]) for key, tensor in tensors.items())
+        try:
+            yield
+        finally:
+            for table, tensors in before:
+                table.update(tensors)
+
+
+def _units_of(model: nn.Module, cuts: Sequence[Cut], opened: Collection[str]) -> list[str]:
+    """The submodules in containers that have a state, begin a stage, or have hooks.
+
+    Containers are the ancestors of the cuts, and modules without a forward in them, such as lists.
+    """
+    begin, found = {cut.unit for cut in cuts}, list[str]()
+    containers = {"", *opened, *(name for unit in (*begin, *opened) for name in ancestors(unit))}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and name.rpartition(".")[0] not in containers:
+            continue
+        if name in containers or type(unwrapped(module)).forward is nn.Module.forward:
+            containers.add(name)
+            _require_plain(name, module)
+        elif name in begin or _has_state(module) or any(map(_has_hooks, module.modules())):
+            found.append(name)
+    return found
+
+
+def _has_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or bool(module.state_dict())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, name, None) for name in _HOOKS)
+
+
+def _require_plain(name: str, module: nn.Module) -> None:
+    """Raise if a module that is cut has hooks, or another forward than its class."""
+    who = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
+    if _has_hooks(module):
+        raise PartitionError(
+            f"{who} has a hook, but is cut: it runs once, while it is recorded, and no stage "
+            "calls it; use a hook of a submodule that is in one stage"
+        )
+    forward: Any = vars(module).get("forward")
+    is_method = getattr(forward, "__self__", None) is module and not forward.__func__.__closure__
+    if forward is not None and not is_method:
+        raise PartitionError(
+            f"the forward of {who} was replaced on this object, by one that may refer to the "
+            "whole model; cut the model before its forward is wrapped"
+        )
+
+
+def _require_own_hooks(model: nn.Module) -> None:
+    """Raise if a hook has the model itself, or what it keeps: the recorded copy has others."""
+    kept = {id(module): "the model" for module in model.modules() if module._modules}
+    for module in model.modules():
+        own = {key: vars(module)[key] for key in vars(module).keys() - vars(nn.Module()).keys()}
+        kept |= {id(v): repr(key) for key, v in own.items() if isinstance(v, (dict, list))}
+    for name, module in model.named_modules():
+        for hook in (hook for table in _HOOKS[:2] for hook in getattr(module, table).values()):
+            found = None
+            for cell in getattr(hook, "__closure__", None) or ():
+                with suppress(ValueError):  # a name that has no value
+                    found = found or kept.get(id(cell.cell_contents))
+            if found:
+                raise PartitionError(
+                    f"a hook of {name!r} refers to {found}, of which its stage has only a part; "
+                    "let the hook keep what it needs in an attribute of its own module, the first "
+                    "argument of hooks"
+                )
+
+
+_Table = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+def _tables_of(module: nn.Module) -> list[_Table]:
+    """The tables of a module that have tensors in them, with these."""
+    tables = (module._parameters, module._buffers, vars(module))
+    return [(t, {k: v for k, v in t.items() if isinstance(v, torch.Tensor)}) for t in tables]
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is torch.strided:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    else:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy, or the value itself if it cannot be copied, such as a lock."""
+    with suppress(Exception):
+        return copy.deepcopy(value, memo)
+    return value
+
 
 _WHAT = "a recorded forward"
 NeedsData = private("torch._subclasses.fake_tensor.DataDependentOutputException", _WHAT)
@@ -28,7 +210,19 @@ _with_data = private("torch._subclasses.fake_tensor.unset_fake_temporarily", _WH
 _DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", _WHAT)
 _is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor", _WHAT, otherwise=None)
 
-Casts = Mapping[torch.dtype, torch.dtype]
+_Types = Mapping[torch.dtype, torch.dtype]
+
+
+class Casts(NamedTuple):
+    """Types that have changed since the model was cut: each with the one that it is now."""
+
+    own: _Types
+    """Those of parameters and buffers."""
+    outputs: _Types
+    """Those of what units return, if nothing else has changed, as in FSDP."""
+
+
+SAME_TYPES = Casts({}, {})
 
 
 def has_data(tensors: Sequence[Any]) -> bool:
@@ -51,13 +245,13 @@ class Fakes:
 
     Args:
         device: where they are.
-        casts: the types that units return, where they differ from those of the empty model.
+        casts: the types that differ from those of the empty model.
     """
 
     def __init__(self, device: torch.device, casts: Casts) -> None:
         self.mode = _FakeMode(allow_non_fake_inputs=True)
-        self.device, self._casts = device, casts
-        self._types_inside = {after: before for before, after in casts.items()}
+        self.device, self._own_types, self._casts = device, casts.own, casts.outputs
+        self._types_inside = {after: before for before, after in self._casts.items()}
         self._fakes: dict[int, dict[torch.dtype, torch.Tensor]] = {}
         """What stands for a tensor, in each type that is needed."""
         self._originals: dict[int, torch.Tensor] = {}
@@ -67,6 +261,8 @@ class Fakes:
         """Storages, since another one may get the address of one that is freed."""
         self._same: dict[int, int] = {}
         self._written: set[int] = set()
+        self.is_second_run = False
+        """Whether a unit runs only to compare sizes."""
 
     def memory(self, tensor: torch.Tensor) -> int:
         """The memory of a tensor; views have the same."""
@@ -79,25 +275,32 @@ class Fakes:
             self._held[found] = tensor
         return self._same.get(found, found)
 
-    def _empty(self, tensor: torch.Tensor | Absent) -> torch.Tensor:
+    def _empty(self, tensor: torch.Tensor | Absent, dtype: torch.dtype) -> torch.Tensor:
         with self.mode:
             if isinstance(tensor, Absent):
-                return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                return torch.empty(tensor.shape, dtype=dtype, device=self.device)
             made = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+                tensor.shape, tensor.stride(), dtype=dtype, device=self.device
             )
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(made, tensor.requires_grad)
             return made.requires_grad_(tensor.requires_grad)
 
-    def fresh(self, given: Any, device: torch.device | None = None) -> Any:
-        """What a recorded forward has in the place of an argument, or of a tensor of the model."""
-        if not isinstance(given, (torch.Tensor, Absent)):
+    def fresh(self, given: Any) -> Any:
+        """What a recorded forward has in the place of an argument."""
+        if isinstance(given, Absent) or (isinstance(given, torch.Tensor) and not has_data([given])):
+            return self._empty(given, given.dtype)
+        if not isinstance(given, torch.Tensor):
             return given
-        if isinstance(given, (Absent, nn.Parameter)) or not has_data([given]):
-            return self._empty(given)
-        made = given.detach().to(device or given.device, copy=True)
-        return made.requires_grad_(given.requires_grad)
+        return given.detach().clone().requires_grad_(given.requires_grad)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a recorded forward has in the place of a parameter or buffer."""
+        dtype = self._own_types.get(tensor.dtype, tensor.dtype)
+        if isinstance(tensor, nn.Parameter) or not has_data([tensor]):
+            return self._empty(tensor, dtype)
+        made = tensor.detach().to(self.device, dtype, copy=True)
+        return made.requires_grad_(tensor.requires_grad)
 
     def _as_fake(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor without data, of some type, in the place of another; the same each time."""
@@ -145,7 +348,7 @@ class Fakes:
                     self._written.add(self.memory(each))
 
     @contextmanager
-    def _faked(self, given: Call, types: Casts | None = None) -> Iterator[Call]:
+    def _faked(self, given: Call, types: _Types | None = None) -> Iterator[Call]:
         """Let arguments have no data meanwhile, and other types."""
         types = types or {}
         try:
@@ -182,31 +385,18 @@ class Fakes:
         return False
 
     def run_unit(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        given: Call,
-        uses: Callable[[torch.Tensor], None],
+        self, call: Callable[..., Any], given: Call, uses: Callable[[torch.Tensor], None]
     ) -> tuple[Any, bool, int]:
         """Call a unit without data; ``uses`` sees each tensor that it computes with.
 
-        Also returns whether the sizes of its output depend on data, and what it costs.
-
-        What needs data runs on ones, and once more on zeros. If that fails, the unit runs with
-        made-up data, such as one that sorts tokens.
+        Also returns whether the sizes of its output depend on data, and what it costs. What needs
+        data runs on ones, and once more on zeros.
         """
         is_sized = False
         with self._faked(given, self._types_inside) as (args, kwargs):
-            try:
-                with self.mode, OperationCounter() as counter, _OneNumber(self, 1, uses) as filled:
-                    output = call(*args, **kwargs)
-                is_sized = filled.used and self._is_sized(output, call, (args, kwargs))
-            except PartitionError:
-                raise
-            except Exception:
-                # Whatever a module raises that needs data; if it fails with data, too, that counts.
-                with OperationCounter() as counter:
-                    output = self._run_with_data(module, call, (args, kwargs))
+            with self.mode, OperationCounter() as counter, _OneNumber(self, 1, uses) as ones:
+                output = call(*args, **kwargs)
+            is_sized = ones.used and self._is_sized(output, call, (args, kwargs))
         if self._casts:
             output = swapped(output, self._cast)
         return swapped(output, self.original), is_sized, counter.cost
@@ -218,6 +408,7 @@ class Fakes:
     def _is_sized(self, output: Any, call: Callable[..., Any], given: Call) -> bool:
         """Whether an output has other sizes if other numbers are in what it is made of."""
         leaves = [part for _, part in walk(given) if children_of(part) is None]
+        self.is_second_run = True
         try:
             with self.mode, _OneNumber(self, 0), torch.no_grad():
                 copies = {id(x): x.clone() if isinstance(x, torch.Tensor) else x for x in leaves}
@@ -226,39 +417,9 @@ class Fakes:
                 other = Context().run(call, *args, **kwargs)
         except Exception:
             return False
-        return [t.shape for t in all_tensors(output)] != [t.shape for t in all_tensors(other)]
-
-    def _run_with_data(self, module: nn.Module, call: Callable[..., Any], given: Call) -> Any:
-        """Call a unit with small random numbers where there is no data."""
-        made: dict[int, torch.Tensor] = {}
-        fakes: dict[int, torch.Tensor] = {}
-
-        def real(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in made:
-                origin = self.original(tensor)
-                known = not is_fake(origin) and self.have_data([origin])
-                new = origin.detach().to(tensor.dtype, copy=True) if known else _made_up(tensor)
-                made[id(tensor)] = new if is_fake(tensor) else tensor
-                fakes.setdefault(id(made[id(tensor)]), tensor)
-            return made[id(tensor)]
-
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in fakes or is_fake(tensor):
-                return fakes.get(id(tensor), tensor)
-            return self._new_fake(tensor.detach())
-
-        tables = [vars(part) for part in module.modules()]
-        tensors = all_tensors(given)
-        try:
-            args, kwargs = swapped(given, real)
-            swapped(tables, real)
-            output = call(*args, **kwargs)
         finally:
-            swapped((given, tables), fake)
-        for tensor in tensors:
-            if made[id(tensor)] is not tensor and made[id(tensor)]._version:
-                increment_version(tensor)
-        return swapped(output, fake)
+            self.is_second_run = False
+        return [t.shape for t in all_tensors(output)] != [t.shape for t in all_tensors(other)]
 
 
 class _OneNumber(_DispatchMode):
@@ -295,11 +456,3 @@ class _OneNumber(_DispatchMode):
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         shape, number = tuple(tensor.shape), self._number
         return torch.full(shape, number, dtype=tensor.dtype, device=tensor.device)
-
-
-def _made_up(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with small random numbers in the place of one without data."""
-    made = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
-    if tensor.is_floating_point() or tensor.is_complex():
-        made = (torch.randn(made.shape, device=made.device) * 0.02).to(tensor.dtype)
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -58,32 +58,27 @@ def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor, is_shared: bool = Fa
 
 
 def add_to_grads(weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Add to the ``.grad`` of weights; small plain gradients together, in one operation.
-
-    >>> weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    >>> for _ in range(2):
-    ...     add_to_grads(weights, [torch.ones(2), None])
-    >>> weights[0].grad, weights[1].grad
-    (tensor([2., 2.]), None)
-    """
-    known: list[torch.Tensor] = []
+    """Add to the ``.grad`` of weights; small plain gradients together, in one operation."""
+    sums: list[torch.Tensor] = []
     new: list[torch.Tensor] = []
     for weight, gradient in zip(weights, gradients, strict=True):
         old = weight.grad
-        if _is_small(old) and type(gradient) is torch.Tensor and old.dtype == gradient.dtype:
-            known.append(old)
+        if gradient is None:
+            continue
+        if old is None:
+            add_to_grad(weight, gradient, is_shared=_shares(gradient, gradients))
+        elif (
+            type(old) is type(gradient) is torch.Tensor
+            and not old.requires_grad
+            and old.dtype == gradient.dtype
+            and old.nbytes <= SMALL
+        ):
+            sums.append(old)
             new.append(gradient)
-        elif gradient is not None:
-            add_to_grad(weight, gradient, is_shared=old is None and _shares(gradient, gradients))
-    if known:
-        add_all(known, new)
-
-
-def _is_small(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether a plain gradient is added faster together with others."""
-    if type(gradient) is not torch.Tensor or gradient.requires_grad:
-        return False
-    return gradient.nbytes <= SMALL
+        else:
+            add_to_grad(weight, gradient)
+    if sums:
+        add_all(sums, new)
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:

@@ -40,7 +40,8 @@ def blueprint(
     held = [
         (stage, name, tensor)
         for stage, module in stages.items()
-        for name, tensor in _tensors(module).items()
+        for named in (named_parameters(module), named_buffers(module, persistent=True))
+        for name, tensor in named.items()
     ]
     different = {(name, id(tensor)) for _, name, tensor in held}
     prefixed = len(different) > len({name for name, _ in different})
@@ -69,10 +70,6 @@ def blueprint(
     )
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {**named_parameters(module), **named_buffers(module, persistent=True)}
-
-
 def _tensor(name: str, tensor: torch.Tensor) -> Entry:
     kind = "of any shape"  # a lazy layer finds it in its first forward
     if not nn.parameter.is_lazy(tensor):
@@ -97,17 +94,15 @@ def _kind(module: nn.Module) -> str:
 class _Attached:
     """Keeps those away who look through the containers in a module."""
 
-    whole: Blueprint
+    whole: Blueprint = ()
 
 
 def attach(modules: Iterable[nn.Module], whole: Blueprint) -> None:
     """Attach the blueprint of all stages to their modules."""
-    mark = _Attached(whole)
     for module in modules:
-        module.__dict__[_MARK] = mark
+        module.__dict__[_MARK] = _Attached(whole)
 
 
 def attached(module: nn.Module) -> Blueprint:
     """The blueprint that is attached to a module; empty if there is none."""
-    mark = getattr(unwrapped(module), _MARK, None)
-    return () if mark is None else mark.whole
+    return getattr(unwrapped(module), _MARK, _Attached()).whole

@@ -17,8 +17,7 @@ in W would need activations.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,17 +26,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
-from torch.autograd import profiler
 
 from taktline.checks import known_keywords
 from taktline.errors import text_of
 from taktline.private import missing, private
 from taktline.stage.autograd_engine import add_to_grads
-from taktline.stage.split_backward import Pending
-from taktline.stage.split_recipe import CompiledNode
+from taktline.stage.split_backward import CompiledNode, Pending
 
 _log = logging.getLogger("taktline")
-_aten: Any = torch.ops.aten
 
 Call: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of arguments and empties it, so that each can be freed after its use."""
@@ -45,30 +41,10 @@ Call: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 Compile: TypeAlias = Callable[[fx.GraphModule, Sequence[Any], Sequence[int]], Call]
 """Compiles a graph for example arguments, whose numbers in the whole backward are given."""
 
-_PRODUCTS = frozenset(
-    [
-        _aten.mm,
-        _aten.addmm,
-        _aten.bmm,
-        _aten.baddbmm,
-        _aten.convolution_backward,
-        _aten.embedding_dense_backward,
-    ]
-)
-_VIEWS = frozenset(
-    [
-        _aten.alias,
-        _aten.expand,
-        _aten.permute,
-        _aten.reshape,
-        _aten.squeeze,
-        _aten.t,
-        _aten.transpose,
-        _aten.unsqueeze,
-        _aten.view,
-    ]
-)
-_current_node = private("torch._C._current_autograd_node", "a compiled backward in halves")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution_backward", "embedding_dense_backward")
+_VIEWS = ("alias", "expand", "permute", "reshape", "squeeze", "t", "transpose", "unsqueeze", "view")
+_FEATURE = "a compiled backward in halves"
+_current_node = private("torch._C._current_autograd_node", _FEATURE)
 
 
 @known_keywords
@@ -84,10 +60,7 @@ def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = 
         stage: its number, for warnings.
         dynamic: as in ``torch.compile``: whether sizes may change without recompiling.
 
-    >>> compile_stages(nn.Linear(2, 2))
-    OptimizedModule(
-      (_orig_mod): Linear(in_features=2, out_features=2, bias=True)
-    )
+    >>> compiled = compile_stages(nn.Linear(2, 2))
     """
     backend = partial(_compiled, f"stage {stage}")
     if type(module).compile is not nn.Module.compile:  # the module chooses what to compile
@@ -101,17 +74,16 @@ def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = 
 @cache
 def _compiler() -> SimpleNamespace:
     """What torch's compiler is made of; looked up late, because this loads the compiler."""
-    what = "a compiled backward in halves"
     return SimpleNamespace(
-        compile=private("torch._inductor.compile_fx.compile_fx", what),
-        compile_inner=private("torch._inductor.compile_fx.compile_fx_inner", what),
-        autograd_config=private("torch._functorch.config", what),
-        inductor_config=private("torch._inductor.config", what),
-        virtualized=private("torch._inductor.virtualized.V", what),
-        tracing=private("torch._guards.tracing", what),
-        tracing_context=private("torch._guards.TracingContext", what),
-        compiling=private("torch._guards.compile_context", what),
-        compile_context=private("torch._guards.CompileContext", what),
+        compile=private("torch._inductor.compile_fx.compile_fx", _FEATURE),
+        compile_inner=private("torch._inductor.compile_fx.compile_fx_inner", _FEATURE),
+        autograd_config=private("torch._functorch.config", _FEATURE),
+        inductor_config=private("torch._inductor.config", _FEATURE),
+        virtualized=private("torch._inductor.virtualized.V", _FEATURE),
+        tracing=private("torch._guards.tracing", _FEATURE),
+        tracing_context=private("torch._guards.TracingContext", _FEATURE),
+        compiling=private("torch._guards.compile_context", _FEATURE),
+        compile_context=private("torch._guards.CompileContext", _FEATURE),
     )
 
 
@@ -120,8 +92,7 @@ def _compiled(where: str, graph: fx.GraphModule, example: Sequence[Any]) -> Call
     names = _compiler()
     if (reason := missing(*vars(names).values(), _current_node)) is not None:
         _log.warning("%s: its compiled backward stays whole, so W is empty: %s", where, reason)
-        by_torch = private("torch._dynamo.lookup_backend", "a compiled stage")("inductor")
-        return by_torch(graph, example)
+        return names.compile(graph, example)
     tensors: list[bool] = []
 
     def inner(graph: fx.GraphModule, example: Sequence[Any], **options: Any) -> Any:
@@ -129,53 +100,32 @@ def _compiled(where: str, graph: fx.GraphModule, example: Sequence[Any]) -> Call
         if not options.get("is_backward"):
             tensors[:] = [isinstance(value, torch.Tensor) for value in example]
             return names.compile_inner(graph, example, **options)
-        return Backward(graph, example, _Later(options), where=where, tensors=tensors)
+        return Backward(graph, example, _later(options), where=where, tensors=tensors)
 
     # I must not overwrite values for W, and cached backwards are whole.
     with names.autograd_config.patch(donated_buffer=False, enable_autograd_cache=False):
         return names.compile(graph, example, inner_compile=inner)
 
 
-class _Later:
-    """Compiles parts of a backward when they are first needed, in the context of its creation."""
+def _later(options: Mapping[str, Any]) -> Compile:
+    """Compiles parts of a backward when they are first needed, in the context of now."""
+    names = _compiler()
+    tracing, compiling = names.tracing_context.try_get(), names.compile_context.try_get()
+    fake, static = names.virtualized.fake_mode, set(options.get("static_input_idxs") or ())
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        names = _compiler()
-        self._options = options
-        self._tracing = names.tracing_context.try_get()
-        self._compiling = names.compile_context.try_get()
-        self._fake = names.virtualized.fake_mode
-
-    def __call__(self, graph: fx.GraphModule, example: Sequence[Any], takes: Sequence[int]) -> Call:
-        """Compile a graph; ``takes`` are its arguments among those of the whole backward."""
-        names = _compiler()
-        static = set(self._options.get("static_input_idxs") or ())
+    def compile(graph: fx.GraphModule, example: Sequence[Any], takes: Sequence[int]) -> Call:
         places = [place for place, i in enumerate(takes) if i in static]
-        options: dict[str, Any] = {**self._options, "static_input_idxs": places}
-        with ExitStack() as stack:
-            stack.enter_context(names.tracing(self._tracing))
-            stack.enter_context(names.compiling(self._compiling))
-            stack.enter_context(names.virtualized.set_fake_mode(self._fake))
+        with (
+            names.tracing(tracing),
+            names.compiling(compiling),
+            names.virtualized.set_fake_mode(fake),
             # Checking the strides of an argument takes as long as launching a small kernel. These
             # come from the compiled forward, and from the first half.
-            stack.enter_context(names.inductor_config.patch(size_asserts=False))
-            made: Any = names.compile_inner(graph, example, **options)
-            # It returns a plain function for a graph that computes nothing.
-            return _Direct(made) if hasattr(made, "current_callable") else made
+            names.inductor_config.patch(size_asserts=False),
+        ):
+            return names.compile_inner(graph, example, **{**options, "static_input_idxs": places})
 
-
-class _Direct:
-    """A compiled graph; its first call goes through torch, which measures and caches."""
-
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
-        self._has_run = False
-
-    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
-        if self._has_run and not getattr(profiler, "_is_profiler_enabled", True):
-            return self._graph.current_callable(arguments)
-        self._has_run = True
-        return self._graph(arguments)
+    return compile
 
 
 class Backward:
@@ -205,7 +155,7 @@ class Backward:
         """For each edge of the node, the argument of the forward that it leads to."""
         self._whole: Call | None = None
         # By the results that may come later; None where none can.
-        self._halves: dict[tuple[int, ...], _Halves | None] = {}
+        self._halves: dict[tuple[int, ...], tuple[Halves, Call, Call] | None] = {}
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         """The gradients of the forward's arguments, None where they are put off."""
@@ -213,84 +163,66 @@ class Backward:
         if put_off is not None and put_off[1].edges == len(self._edges):
             pending, node = put_off
             weights = {self._edges[edge]: leaf for edge, leaf in node.leaves.items()}
-            halves = self._halves_for(tuple(weights))
-            if halves is not None:
-                return halves.run_first(arguments, weights, pending)
+            later = tuple(weights)
+            if later not in self._halves:
+                self._halves[later] = self._divided(later)
+            if (found := self._halves[later]) is not None:
+                return _run_first(*found, arguments, weights, pending)
         if self._whole is None:
             # A compiler changes its graph.
             copied = fx.GraphModule(self._graph, deepcopy(self._graph.graph))
             self._whole = self._compiles(copied, self._example, range(len(self._example)))
         return self._whole(arguments)
 
-    def _halves_for(self, later: tuple[int, ...]) -> _Halves | None:
-        if later not in self._halves:
-            try:
-                self._halves[later] = self._compile_halves(later)
-            except _Undivided as error:
-                self._halves[later] = None
-                _log.warning(
-                    "%s: its compiled backward stays whole, so W is empty there: %s",
-                    self._where,
-                    error,
-                )
-        return self._halves[later]
-
-    def _compile_halves(self, later: Collection[int]) -> _Halves | None:
-        division = divide(self._graph, later)
-        if division is None:
-            return None
-        first = [self._example[i] for i in division.takes_first]
-        second = [self._example[i] for i in division.takes_second]
-        second += [node.meta["val"] for node in division.crossing]
+    def _divided(self, later: Collection[int]) -> tuple[Halves, Call, Call] | None:
+        """The two halves, and each of them compiled; None, and a warning, if that fails."""
         try:
-            return _Halves(
-                division,
-                self._compiles(division.first, first, division.takes_first),
-                self._compiles(division.second, second, division.takes_second),
+            if (halves := divide(self._graph, later)) is None:
+                return None
+            first = [self._example[i] for i in halves.takes_first]
+            second = [self._example[i] for i in halves.takes_second]
+            second += [node.meta["val"] for node in halves.crossing]
+            return (
+                halves,
+                self._compiles(halves.first, first, halves.takes_first),
+                self._compiles(halves.second, second, halves.takes_second),
             )
         except Exception as error:
-            raise _Undivided(
-                f"its halves do not compile: {type(error).__name__}: {text_of(error)}"
-            ) from error
+            reason = text_of(error)
+            if not isinstance(error, Undivided):
+                reason = f"its halves do not compile: {type(error).__name__}: {reason}"
+            text = "%s: its compiled backward stays whole, so W is empty there: %s"
+            _log.warning(text, self._where, reason)
+            return None
 
 
-class _Undivided(Exception):
+class Undivided(Exception):
     """A backward cannot be divided; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Halves:
-    division: Halves
-    first: Call
-    second: Call
+def _run_first(
+    halves: Halves,
+    first: Call,
+    second: Call,
+    arguments: list[Any],
+    weights: Mapping[int, torch.Tensor],
+    pending: Pending,
+) -> Sequence[Any]:
+    """The gradients of I; ``pending`` takes over those of other ``weights``, by argument."""
+    held = [arguments[i] for i in halves.takes_second]
+    taken = [arguments[i] for i in halves.takes_first]
+    arguments.clear()
+    results = list(first(taken))
+    count = len(results) - len(halves.crossing)
+    late = [weights[place] for place in halves.later]
+    pending.take_over([*held, *results[count:]], partial(_run_second, second, late))
+    return results[:count]
 
-    def run_first(self, arguments: list[Any], weights: dict[int, Any], pending: Pending) -> Any:
-        """The gradients of I; ``pending`` takes over those of the other ``weights``.
 
-        These are by their places among the arguments of the forward.
-        """
-        division = self.division
-        held = [arguments[i] for i in division.takes_second]
-        taken = [arguments[i] for i in division.takes_first]
-        arguments.clear()
-        results = list(self.first(taken))
-        count = len(results) - len(division.crossing)
-        late = [weights[place] for place in division.later]
-        pending.take_over(late, [*held, *results[count:]], self._run_second)
-        return results[:count]
-
-    def _run_second(self, weights: Sequence[torch.Tensor], held: list[Any]) -> None:
-        kind = weights[0].device.type
-        if torch.is_autocast_enabled(kind):  # the graph has its casts
-            with torch.autocast(kind, enabled=False):
-                self._run_second(weights, held)
-            return
-        enabled = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)  # as inside of the engine; no_grad() is slower
-        try:
-            add_to_grads(weights, self.second(held))
-        finally:
-            torch.set_grad_enabled(enabled)
+def _run_second(second: Call, weights: Sequence[torch.Tensor], held: list[Any]) -> None:
+    # The graph has its casts.
+    with torch.no_grad(), torch.autocast(weights[0].device.type, enabled=False):
+        add_to_grads(weights, second(held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +247,7 @@ def divide(whole: fx.GraphModule, later: Collection[int]) -> Halves | None:
     for node in nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            raise _Undivided(f"its backward changes a tensor in place ({node.target})")
+            raise Undivided(f"its backward changes a tensor in place ({node.target})")
     results: Sequence[Any] = nodes[-1].args[0]
     late = _late(nodes, results, later)
     ours = tuple(i for i in later if isinstance(results[i], fx.Node) and results[i] in late)
@@ -329,7 +261,7 @@ def divide(whole: fx.GraphModule, later: Collection[int]) -> Halves | None:
         if node not in late and node.op not in ("placeholder", "get_attr")
     ]
     if not all(isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt)) for node in crossing):
-        raise _Undivided("W needs a non-tensor value")
+        raise Undivided("W needs a non-tensor value")
     early = [None if i in ours else result for i, result in enumerate(results)]
     first, takes_first = _part(whole, given, [*early, *crossing], ())
     second, takes_second = _part(whole, given, [results[i] for i in ours], crossing)
@@ -352,8 +284,10 @@ def _late(nodes: Sequence[fx.Node], results: Sequence[Any], later: Collection[in
     return late
 
 
-def _is(node: fx.Node, kinds: Collection[object]) -> bool:
-    return getattr(node.target, "overloadpacket", None) in kinds
+def _is(node: fx.Node, names: Sequence[str]) -> bool:
+    """Whether a node calls one of these operations of ATen."""
+    library, _, name = str(getattr(node.target, "overloadpacket", "")).partition(".")
+    return library == "aten" and name in names
 
 
 def _needed(results: Iterable[Any], known: Collection[fx.Node] = ()) -> set[fx.Node]:

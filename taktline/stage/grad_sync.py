@@ -3,25 +3,26 @@
 ::
 
     sync_of(module) ──▶ None       nothing is wrapped
-                    ──▶ DDPSync    DistributedDataParallel, or the older ``replicate`` made from it
-                    ──▶ FSDPSync   ``fully_shard``, or the newer ``replicate`` made from it
+                    ──▶ DDPSync    DistributedDataParallel
+                    ──▶ FSDPSync   ``fully_shard``, or the ``replicate`` made from it
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from taktline.errors import MismatchError, TorchVersionError
 from taktline.private import lacking
-from taktline.stage.ddp import DDPSync, GradSync
-
-__all__ = ["DDPSync", "FSDPSync", "GradSync", "sync_of"]
 
 _FSDP = "FSDP in a pipeline"
 _OFF = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
@@ -32,36 +33,254 @@ _MANUAL = "manual_backward_finalization"
 _OF_STATES = ("_lazy_init", "_state_ctx", "_comm_ctx", "_root_post_backward_final_callback")
 _OF_GROUPS = (*_OFF, "mesh_info", "fsdp_params", "post_backward", "_post_forward_indices")
 
+_WITH_DDP = "torch.distributed._composable.replicate"
+_REFUSED = {
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): (
+        "FullyShardedDataParallel gathers and reduces by itself, at the wrong time for a "
+        "pipeline; use fully_shard instead"
+    ),
+    (_WITH_DDP, "DDP"): (
+        f"the replicate of {_WITH_DDP} makes its DDP in the first forward, too late for a "
+        "pipeline; wrap the stage in DistributedDataParallel instead"
+    ),
+}
+
 
 def sync_of(module: nn.Module) -> GradSync | None:
     """The wrapper that averages the gradients of a module; None for a plain module."""
-
-    def inside(*classes: Any) -> list[nn.Module]:
-        return [each for each in module.modules() if isinstance(each, classes)]
-
-    older = _loaded("torch.distributed._composable.replicate", "DDP")
-    replicated = inside(DistributedDataParallel, older)
-    sharded = inside(_loaded("torch.distributed.fsdp", "FSDPModule"))
-    if inside(_loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
-        raise MismatchError(
-            "FullyShardedDataParallel gathers and reduces by itself, at the wrong time for a "
-            "pipeline; use fully_shard instead"
-        )
+    parts = list(module.modules())
+    for (where, name), reason in _REFUSED.items():
+        if any(isinstance(part, _loaded(where, name)) for part in parts):
+            raise MismatchError(reason)
+    replicated = [part for part in parts if isinstance(part, DistributedDataParallel)]
+    sharding = _loaded("torch.distributed.fsdp", "FSDPModule")
+    sharded = any(isinstance(part, sharding) for part in parts)
     if replicated and sharded:
         raise MismatchError(
             "it contains both DDP and fully_shard; wrap a stage with one of them (a mesh of two "
             "dimensions makes fully_shard replicate, too)"
         )
-    if replicated:
-        return DDPSync(replicated)
-    if sharded:
-        return FSDPSync(module)
-    return None
+    return DDPSync(replicated) if replicated else FSDPSync(module) if sharded else None
 
 
 def _loaded(module: str, name: str) -> Any:
     """A class, if its module was imported; before, no object can be an instance."""
     return getattr(sys.modules.get(module), name, ())
+
+
+class GradSync(ABC):
+    """Makes a wrapper communicate only where the plan says.
+
+    ::
+
+        begin ─▶ UNSHARD ─▶ F, B, I, W … ─▶ REDUCE_GRAD ─▶ RESHARD ─▶ end
+        └ the wrapper does nothing by itself                         └ as it was
+
+    Between ``end`` and the next ``begin`` the wrapper works as it does outside of a pipeline.
+    """
+
+    name: ClassVar[str]
+    """The wrapper's name in messages."""
+    shards: ClassVar[bool] = False
+    """Whether UNSHARD and RESHARD do anything."""
+
+    def __init__(self) -> None:
+        self.accumulating = False
+        """Whether reductions are put off until :meth:`catch_up`."""
+        self._put_off = False
+
+    @property
+    @abstractmethod
+    def groups(self) -> Sequence[ProcessGroup]:
+        """The groups that average gradients; several for a mesh of several dimensions."""
+
+    @abstractmethod
+    def refusal(self) -> str | None:
+        """Why this wrapper cannot be part of a stage; None if it can."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Before a step: stop the wrapper from gathering and reducing by itself."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """After a step, also a failed one: restore the wrapper."""
+
+    def unshard(self) -> None:  # noqa: B027
+        """UNSHARD: start to gather the parameters; nothing if every replica has all of them."""
+
+    def reshard(self) -> None:  # noqa: B027
+        """RESHARD: release the gathered parameters; nothing, likewise."""
+
+    def reduce(self) -> None:
+        """REDUCE_GRAD: average the gradients, unless they are still accumulating."""
+        self._put_off = self.accumulating
+        if not self.accumulating:
+            self._reduce()
+
+    def wait(self) -> None:  # noqa: B027
+        """Wait for the reductions that were started; nothing if a wrapper waits at once."""
+
+    def forgo_unshard(self) -> None:
+        """UNSHARD on a rank that has failed: its replicas need its part of the parameters."""
+        self.unshard()
+
+    def forgo_reshard(self) -> None:
+        """RESHARD on a rank that has failed."""
+        self.reshard()
+
+    def forgo_reduce(self) -> None:
+        """REDUCE_GRAD on a rank that has failed: its replicas wait for it."""
+        if not self.accumulating:
+            self._reduce()
+
+    def catch_up(self) -> None:
+        """Do the reduction that was put off, if any was."""
+        if self._put_off:
+            self._put_off = False
+            self.begin()
+            try:
+                self._reduce()
+            finally:
+                self.end()
+
+    @abstractmethod
+    def _reduce(self) -> None:
+        """Average the gradients now."""
+
+    def trainable(self, module: nn.Module) -> list[nn.Parameter]:
+        """The trainable parameters in the graph of a forward."""
+        return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def weights_done(self) -> None:  # noqa: B027
+        """After W: handle gradients that were added without the wrapper's hooks."""
+
+    def forget(self) -> None:
+        """After a failed step: drop gradients that are not reduced yet."""
+        self._put_off = False
+
+
+class DDPSync(GradSync):
+    """Stages in, or with parts in, DistributedDataParallel.
+
+    Its reducer expects one backward for each forward, and hears of gradients by hooks of the
+    engine. In a pipeline several forwards are in flight, and W adds gradients without the engine.
+    So the average is computed here: in buckets of the same size, over the same group.
+    """
+
+    name = "DDP"
+
+    def __init__(self, wrapped: Sequence[DistributedDataParallel]) -> None:
+        super().__init__()
+        self._wrapped: Sequence[Any] = wrapped
+        self._stopped: list[Any] = []
+        """Those that are reduced in the running step."""
+
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """Each group once."""
+        return list(dict.fromkeys(ddp.process_group for ddp in self._wrapped))
+
+    def refusal(self) -> str | None:
+        """Why a DDP cannot be averaged here; None if it can."""
+        for ddp in self._wrapped:
+            needed = ("_comm_hooks", "_sync_buffers")
+            if reason := lacking(ddp, *needed, feature="DDP in a pipeline"):
+                return reason
+            if found := _hindrance(ddp):
+                return f"its DDP has {found}"
+        return None
+
+    def begin(self) -> None:
+        """Stop the reducers; a DDP under no_sync() stays as it is."""
+        self._stopped = [ddp for ddp in self._wrapped if ddp.require_backward_grad_sync]
+        for ddp in self._stopped:
+            ddp.require_backward_grad_sync = False
+        for ddp in self._wrapped:
+            # DDP does this in its first forward, which a failing rank may not reach.
+            if ddp.will_sync_module_buffers():
+                ddp._sync_buffers()
+                ddp.require_forward_param_sync = False
+
+    def end(self) -> None:
+        """Restart the reducers."""
+        for ddp in self._stopped:
+            ddp.require_backward_grad_sync = True
+        self._stopped = []
+
+    def _reduce(self) -> None:
+        pending = [
+            (bucket, *_post(bucket, ddp.process_group))
+            for ddp in self._stopped
+            for bucket in _buckets(ddp)
+        ]
+        for bucket, flat, work in pending:
+            _finish_bucket(bucket, flat, work)
+        for ddp in self._stopped:
+            # As in DDP, the first forward after a reduction broadcasts buffers.
+            ddp.require_forward_param_sync = True
+
+
+def _buckets(ddp: Any) -> list[list[nn.Parameter]]:
+    """The parameters that DDP reduces, in buckets of its size, each of one type and device."""
+    ignored: set[str] = ddp.parameters_to_ignore
+    full: list[list[nn.Parameter]] = []
+    filling: dict[object, list[nn.Parameter]] = {}
+    sizes: Counter[object] = Counter()
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and name not in ignored:
+            kind = parameter.dtype, parameter.device
+            filling.setdefault(kind, []).append(parameter)
+            sizes[kind] += parameter.nbytes
+            if sizes[kind] >= ddp.bucket_bytes_cap:
+                full.append(filling.pop(kind))
+                del sizes[kind]
+    return [*full, *filling.values()]
+
+
+def _post(bucket: Sequence[nn.Parameter], group: ProcessGroup) -> tuple[torch.Tensor, Any]:
+    """Start to average the gradients of a bucket.
+
+    Behind the gradients there is one number for each parameter: whether a replica has used it. A
+    gradient that no replica has stays None; one that is missing here counts as zero.
+    """
+    used = [float(p.grad is not None) for p in bucket]
+    parts = [
+        p.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in bucket
+    ]
+    flags = torch.tensor(used, dtype=bucket[0].dtype, device=bucket[0].device)
+    with torch.no_grad():
+        flat = torch.cat([*parts, flags]).mul_(1 / group.size())
+    return flat, dist.all_reduce(flat, group=group, async_op=True)
+
+
+def _finish_bucket(bucket: Sequence[nn.Parameter], flat: torch.Tensor, work: Any) -> None:
+    """Wait for the average, and write it to the gradients."""
+    if work is not None:
+        work.wait()
+    sizes = [p.numel() for p in bucket]
+    *averages, flags = flat.detach().split([*sizes, len(sizes)])
+    with torch.no_grad():
+        for parameter, average, flag in zip(bucket, averages, flags, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(average.view_as(parameter.grad))
+            elif flag > 0:
+                parameter.grad = average.view_as(parameter).clone()
+
+
+def _hindrance(ddp: Any) -> str | None:
+    """The feature of a DDP that does not work in a stage, and what to do; None if it has none."""
+    embeddings = [m for m in ddp.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    delayed = getattr(ddp, "_delay_all_reduce_params", None)
+    early = "which reduces by itself, at the wrong time; leave it out"
+    features = [
+        (ddp._comm_hooks, f"a communication hook, {early}"),
+        (ddp.static_graph, f"static_graph=True, {early}"),
+        (delayed, f"delay_all_reduce_named_params, {early}"),
+        (ddp.mixed_precision, "mixed precision of its own; use fully_shard or autocast"),
+        (any(m.sparse for m in embeddings), "sparse gradients; leave out sparse=True"),
+    ]
+    return next((text for has, text in features if has), None)
 
 
 class FSDPSync(GradSync):
@@ -88,10 +307,10 @@ class FSDPSync(GradSync):
         self._roots: list[Any] = [m._get_fsdp_state() for m in _outermost(module, wrapped)]
         # Groups are parameters that FSDP communicates together.
         self._groups: list[Any] = [g for state in units for g in _groups_of(state)]
+        # Outside of a step: the settings of each group, and whether the user of each root ends a
+        # backward by hand (None before torch 2.15).
         self._settings: list[dict[str, Any]] = []
-        """The settings of each group outside of a step."""
         self._by_hand: list[bool | None] = []
-        """For each root, whether its user ends a backward by hand; None before torch 2.15."""
         self._reduced = False
 
     @property
@@ -119,7 +338,7 @@ class FSDPSync(GradSync):
         self._settings = [{name: getattr(g, name) for name in _OFF} for g in self._groups]
         self._by_hand = [getattr(root._state_ctx, _MANUAL, None) for root in self._roots]
         for group in self._groups:
-            _set(group, _OFF)
+            vars(group).update(_OFF)
         # Parameters gathered by a forward outside of the pipeline may be outdated.
         self.reshard()
 
@@ -131,10 +350,10 @@ class FSDPSync(GradSync):
             # FSDP uses it to prefetch, and clears it only in a backward.
             root._comm_ctx.post_forward_order.clear()
             if by_hand is not None:
-                _set(root._state_ctx, {_MANUAL: by_hand, f"{_MANUAL}_active": None})
+                vars(root._state_ctx).update({_MANUAL: by_hand, f"{_MANUAL}_active": None})
         for group, settings in zip(self._groups, self._settings, strict=False):
             group._post_forward_indices.clear()
-            _set(group, settings)
+            vars(group).update(settings)
         self._settings = []
 
     def wait(self) -> None:
@@ -208,11 +427,6 @@ class FSDPSync(GradSync):
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
         self.reshard()
-
-
-def _set(target: Any, settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        setattr(target, name, value)
 
 
 def _keeps_sums(parameter: Any) -> bool:

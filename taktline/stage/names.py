@@ -29,13 +29,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters by their names in the user's model, tied ones by each of their names.
-
-    >>> from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    >>> stage = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
-    >>> list(named_parameters(stage))
-    ['0.weight', '0.bias']
-    """
+    """All parameters by their names in the user's model, tied ones by each of their names."""
     return {
         f"{path}{name}": parameter
         for path, inner in _walk(module, "")
@@ -51,9 +45,6 @@ def named_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     """A faster ``module.parameters()``, for every step."""
-    own = (type(module).parameters, type(module).named_parameters)
-    if own != (nn.Module.parameters, nn.Module.named_parameters):
-        return list(module.parameters())
     found: dict[int, nn.Parameter] = {}
     seen: set[int] = set()
     waiting: list[nn.Module | None] = [module]
@@ -90,14 +81,7 @@ def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Keep the gradients and buffers of modules as they are; inside, there are no gradients.
-
-    >>> norm = nn.BatchNorm1d(2)
-    >>> with unchanged([norm]):
-    ...     norm(torch.ones(3, 2)).sum().backward()
-    >>> norm.running_mean, norm.weight.grad
-    (tensor([0., 0.]), None)
-    """
+    """Keep the gradients and buffers of modules as they are; inside, there are no gradients."""
     inner = [each for module in modules for each in module.modules()]
     buffers = [
         (each._buffers, name, buffer, buffer.detach().clone())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from taktline.checks import (
     known_keywords,
-    require_callable,
+    refuse,
     require_instance,
     require_instances,
     require_whole,
-    shown,
 )
 from taktline.device import require_device
 from taktline.errors import MismatchError, SplitError
@@ -47,7 +46,7 @@ class PipelineStage:
         group: the ranks of the pipeline; all ranks by default.
         dw_builder: returns the function that computes the weights' gradients (W) of a micro-batch.
         get_mesh: returns this rank's mesh for an arriving DTensor, by the names of the mesh's
-            dimensions and its layout. Not needed if parameters of the stage are on the mesh.
+            dimensions (and None). Not needed if parameters of the stage are on the mesh.
         ties: the weights that this stage shares with others. Not needed for stages that
             ``pipeline`` and ``taktline.split`` make.
 
@@ -79,21 +78,13 @@ class PipelineStage:
                 "2.13; pass it by its name: group="
             )
         require_instance("submodule", submodule, nn.Module, "an nn.Module")
-        stage_index = require_whole("stage_index", stage_index)
-        num_stages = require_whole("num_stages", num_stages, least=1, most=MOST_STAGES)
-        if group is not None:
-            require_instance("group", group, ProcessGroup)
+        self.num_stages = count = require_whole("num_stages", num_stages, least=1, most=MOST_STAGES)
+        self.stage_index = require_whole("stage_index", stage_index, least=0, most=count - 1)
+        require_instance("group", group, (ProcessGroup, NoneType), "a process group")
         for name, function in (("dw_builder", dw_builder), ("get_mesh", get_mesh)):
-            if function is not None:
-                require_callable(name, function)
-        if not 0 <= stage_index < num_stages:
-            raise MismatchError(
-                f"stage {shown(stage_index)} of {num_stages}: stages are numbered from 0 to "
-                f"{num_stages - 1}"
-            )
+            if function is not None and not callable(function):
+                refuse(name, "a function", function)
         self.submod = submodule
-        self.stage_index = stage_index
-        self.num_stages = num_stages
         self.device = require_device(device)
         self.group = group
         self.dw_builder = dw_builder
@@ -105,11 +96,9 @@ class PipelineStage:
         self._looked_at: nn.Module | None = None
         self._sync: GradSync | None = None
         self._splitter = Splitter(f"stage {stage_index}")
-        self._meshes: dict[object, DeviceMesh] = {}
+        self._meshes: dict[str, DeviceMesh] = {}
         self._in_flight: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
         self._weights_due: dict[int, Callable[[], object]] = {}
-        self.around_forward: Callable[[int], AbstractContextManager[None]] | None = None
-        """Makes a context for the forward of a micro-batch, if there is to be one."""
 
     @property
     def is_first(self) -> bool:
@@ -163,7 +152,7 @@ class PipelineStage:
         self._in_flight[microbatch] = (inputs, roots)
         for root in roots:
             if is_sharded(root):  # its gradient comes back without a mesh
-                self._meshes[_mesh_key(Sharding.of(root))] = root.device_mesh
+                self._meshes[Sharding.of(root).mesh_text] = root.device_mesh
 
     def backward(
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
@@ -206,7 +195,7 @@ class PipelineStage:
 
     def mesh_for(self, sharding: Sharding) -> DeviceMesh:
         """This rank's mesh for an arriving DTensor."""
-        key = _mesh_key(sharding)
+        key = sharding.mesh_text
         if key not in self._meshes:
             self._meshes[key] = find_mesh(sharding, self.submod, self.get_mesh)
         return self._meshes[key]
@@ -234,10 +223,6 @@ class PipelineStage:
             f"PipelineStage({self.stage_index} of {self.num_stages}, "
             f"{type(self.submod).__name__}, {count:,} parameters, {self.device})"
         )
-
-
-def _mesh_key(sharding: Sharding) -> object:
-    return (sharding.names, sharding.sizes, sharding.layout)
 
 
 def _signature(example: Any) -> Signature | None:

@@ -13,19 +13,15 @@ an argument that does not grow belongs to all rows::
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
 from taktline.errors import BatchError, LossError
-from taktline.runtime.microbatch import Replicate, TensorChunkSpec, describe
-from taktline.runtime.step_data import Batch, Cutter
+from taktline.runtime.microbatch import Batch, Cutter, Replicate, TensorChunkSpec, describe
 from taktline.split.arguments import arguments_of
-
-_log = logging.getLogger("taktline")
 
 _Key: TypeAlias = int | str
 """The place of an argument, or its name."""
@@ -39,7 +35,6 @@ class BatchDims:
     """The cutter for each batch, with the batch dimensions that were found so far."""
 
     def __init__(self, example: Any, cutter: Cutter) -> None:
-        self.example = example
         self._cutter = cutter
         given = cutter.args_spec is not None or cutter.kwargs_spec is not None
         self._example = {} if given or example is None else _tensors(*arguments_of(example))
@@ -60,7 +55,7 @@ class BatchDims:
         except _UnclearError as unclear:
             (key,) = unclear.args
             raise _refusal(key, self._example[key], given[key]) from None
-        self._note(found)
+        self._dims |= found  # for batches that have as many rows as the example
         dims = {key: self._dims.get(key, 0) for key in given}
         if not any(dim != 0 for dim in dims.values()):
             return self._cutter
@@ -69,26 +64,6 @@ class BatchDims:
             args_spec=tuple(_spec(dims.get(place, 0)) for place in range(len(batch.args))),
             kwargs_spec={key: _spec(dims.get(key, 0)) for key in batch.kwargs},
         )
-
-    def misfits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-        """Sentences on the arguments that differ from the example by more than their rows."""
-        if self.example is None:
-            return []
-        batch, example = _tensors(args, kwargs), _tensors(*arguments_of(self.example))
-        return [
-            f"{_named(key)} is {describe(batch[key])} in this batch, and {describe(example[key])} "
-            "in the example"
-            for key in batch.keys() & example.keys()
-            if (batch[key].dtype, batch[key].shape[1:])
-            != (example[key].dtype, example[key].shape[1:])
-        ]
-
-    def _note(self, found: _Dims) -> None:
-        """Keep the dimensions, for batches that have as many rows as the example."""
-        news = {key: dim for key, dim in found.items() if dim != self._dims.get(key, 0)}
-        self._dims |= found
-        if news:
-            _log.info("%s", self)
 
     def __str__(self) -> str:
         """A sentence on the arguments that are not cut along dimension 0, if there are any."""
@@ -108,8 +83,8 @@ class _UnclearError(Exception):
 
 def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[_Key, torch.Tensor]:
     """The arguments that are tensors; tensors in containers are cut along dimension 0."""
-    found: Iterator[tuple[_Key, Any]] = iter([*enumerate(args), *kwargs.items()])
-    return {key: value for key, value in found if isinstance(value, torch.Tensor)}
+    found: dict[_Key, Any] = {**dict(enumerate(args)), **kwargs}
+    return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) -> _Dims:

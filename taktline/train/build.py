@@ -1,50 +1,188 @@
-"""Builds a pipeline: ranks, plan, stages and schedule."""
+"""Builds a pipeline: checks the arguments, finds the ranks and the plan, and cuts the model.
+
+Then each process keeps its own stages, gives them their values, prepares, compiles and wraps them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
-from taktline.checkpoint.model_state import HeldModel, ModelState, Processes
-from taktline.checks import conform
-from taktline.errors import MismatchError, TaktlineError
-from taktline.plan import Plan
+from taktline import split
+from taktline.checkpoint.model_state import HeldModel, ModelState, Processes, uses_in
+from taktline.checkpoint.pretrained import conversions_of
+from taktline.checks import (
+    conform,
+    refuse,
+    require_callable,
+    require_flag,
+    require_instance,
+    require_iterable,
+    require_number,
+    require_whole,
+)
+from taktline.device import require_usable_device
+from taktline.errors import MismatchError, PartitionError, ScheduleError, TaktlineError, text_of
+from taktline.plan import NamedSchedule, Plan, find, read
 from taktline.runtime import ScheduleFromPlan
-from taktline.runtime.introduction import BUILDING, Compared, together
+from taktline.runtime.agreement import BUILDING, compared, together
+from taktline.runtime.schedule import Schedule
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
-from taktline.split.arguments import Call
+from taktline.split.arguments import Call, arguments_of, without_padding
+from taktline.split.auto import divide
 from taktline.split.by_names import without_compiler
 from taktline.split.costs import Measure, measure_times
+from taktline.split.cut import Cut
 from taktline.split.recorded_stage import has_dynamic_shapes
-from taktline.split.steps import Cut
 from taktline.stage import PipelineStage, compile_stages
+from taktline.stage.grad_sync import sync_of
 from taktline.stage.names import declared, named_parameters
-from taktline.train.arguments import ScheduleChoice, opened, plan_for
+from taktline.text import counted
 from taktline.train.batches import BatchDims, loss_in_output
-from taktline.train.model_stages import (
-    Model,
-    kept,
-    require_wrapped,
-    separate,
-    stages_in,
-    state_of,
-    take_apart,
-    wrapped,
-)
 from taktline.train.ranks import Ranks, find_ranks
 from taktline.train.stage_table import StageTable
+from taktline.transport.exchange import share_values
 
+Model: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
+"""A model, a list of its stages, or the stages of this process by their numbers."""
 Prepare: TypeAlias = Callable[[nn.Module, int], nn.Module]
 """Returns the module to use for a stage, given its module and number."""
+ScheduleChoice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
+"""A name, a file, a plan, or the class of a schedule."""
+
+
+def _require_model(_: str, model: Any) -> None:
+    modules: Iterable[tuple[Any, Any]] = ()
+    if isinstance(model, Mapping):
+        modules = model.items()
+    elif isinstance(model, Sequence) and not isinstance(model, str):
+        modules = enumerate(model)
+    elif not isinstance(model, nn.Module):
+        raise PartitionError(
+            f"a model is an nn.Module, a list of stages or a dict of them, not {model!r}"
+        )
+    for stage, module in modules:
+        if not isinstance(module, nn.Module):
+            raise PartitionError(f"stage {stage} is {module!r}, not an nn.Module")
+
+
+def _require_state(name: str, value: Any) -> None:
+    if not hasattr(value, "__getitem__"):
+        refuse(name, "a mapping from names to tensors", value)
+
+
+def _require_wrapper(name: str, value: Any) -> None:
+    if not isinstance(value, str) or value not in ("ddp", "fsdp"):
+        raise MismatchError(f'{name} is "ddp", "fsdp" or None, not {value!r}')
+
+
+_FLAGS = ("dynamic_shapes", "cuda_graphs", "compile", "measure", "check_finite")
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(_FLAGS, require_flag),
+    **dict.fromkeys(("loss_fn", "prepare", "on_preempt"), require_callable),
+    "model": _require_model,
+    "microbatches": partial(require_whole, least=1, error=ScheduleError),
+    "stages_per_rank": partial(require_whole, least=1, error=ScheduleError),
+    "report_stragglers": partial(require_whole, least=1),
+    "seed": require_whole,
+    "mesh": partial(require_instance, kind=DeviceMesh),
+    "state_dict": _require_state,
+    "data_parallel": _require_wrapper,
+}
+_NEVER_NONE = {*_FLAGS, "model"}
+
+
+def checked(arguments: dict[str, Any]) -> SimpleNamespace:
+    """The arguments of a pipeline by name; raises unless each is valid, as far as one can see."""
+    for name, require in _CHECKS.items():
+        if arguments[name] is not None or name in _NEVER_NONE:
+            require(name, arguments[name])
+    given = SimpleNamespace(**{name: value for name, value in arguments.items() if name != "self"})
+    if isinstance(given.model, Pipe):
+        given.model = [given.model.get_stage_module(s) for s in range(given.model.num_stages)]
+    given.is_whole = isinstance(given.model, nn.Module)
+    if given.measure and (not given.is_whole or given.example is None or given.cuts is not None):
+        raise PartitionError(
+            "measure=True cuts a model by the times of its layers: pass the whole model and "
+            "example=(…), the arguments of one micro-batch, and no cuts; or leave out measure=True"
+        )
+    if given.example is not None:
+        given.example = arguments_of(given.example)
+    if given.cuts is not None:
+        takes = "a list of names of submodules"
+        given.cuts = require_iterable("cuts", given.cuts, takes, PartitionError)
+    if given.device is not None:
+        given.device = require_usable_device(given.device)
+    if given.timeout is not None and not isinstance(given.timeout, timedelta):
+        given.timeout = timedelta(seconds=require_number("timeout", given.timeout, least=0.001))
+    return given
+
+
+def build(given: SimpleNamespace) -> Built:
+    """Cut the model, keep and move the stages of this process, and make the schedule.
+
+    ``given`` are the arguments of :class:`taktline.Pipeline`, checked.
+    """
+    if given.is_whole and "_orig_mod" in given.model._modules:
+        given.model = without_compiler(given.model)
+    ranks = find_ranks(
+        given.ranks,
+        given.mesh,
+        given.data_parallel,
+        given.device or _device_of(given.model),
+        default=_ranks_of(given.schedule),
+        timeout=given.timeout,
+    )
+    with guarded(ranks.transport, BUILDING):
+        plan, modules = _cut_together(given, ranks, None)
+        if given.measure:  # now that all ranks have the same model, and can cut it
+            plan, modules = _cut_together(given, ranks, _shared_times(ranks))
+        state = _state_of(given, modules, ranks)
+        table = StageTable.of(plan, modules, given.example, ranks.transport)
+        table.prepared = given.prepare is not None
+        own = _own(modules, ranks, plan)
+        ready = together(ranks, lambda: _ready(given, own, ranks))
+        state.modules = {s: _wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
+    built = Built(ranks, plan, state, table, given.example, _options(given, ranks, modules))
+    with guarded(ranks.transport, BUILDING):
+        built.schedule._runner.connect()
+    return built
+
+
+_OF_SCHEDULE = (
+    "cuda_graphs",
+    "check_finite",
+    "args_chunk_spec",
+    "kwargs_chunk_spec",
+    "output_merge_spec",
+    "target_chunk_spec",
+)
+
+
+def _options(
+    given: SimpleNamespace, ranks: Ranks, modules: Mapping[int, nn.Module]
+) -> dict[str, Any]:
+    """The options of the schedule."""
+    return {
+        **{name: getattr(given, name) for name in _OF_SCHEDULE},
+        "loss_fn": given.loss_fn or loss_in_output,
+        "seed": None if given.seed is None else given.seed + ranks.replica,
+        "dynamic_shapes": given.dynamic_shapes or any(map(has_dynamic_shapes, modules.values())),
+    }
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -64,20 +202,19 @@ class Built:
     batch_dims: BatchDims = field(init=False)
 
     def __post_init__(self) -> None:
+        device, group, count = self.ranks.device, self.ranks.group, self.plan.stages
         stages = [
-            PipelineStage(
-                module, stage, self.plan.stages, self.ranks.device, group=self.ranks.group
-            )
+            PipelineStage(module, stage, count, device, group=group)
             for stage, module in self.model.modules.items()
         ]
         self.schedule = ScheduleFromPlan(stages, self.plan, **self.options)
         if len(self.ranks.own) > 1:
             self.schedule._runner.run_all_ranks(self.ranks.size)
         # Keyword arguments are the model's, so every rank gets the same ones.
-        self.schedule._compared = ("args", "kwargs", "target")
-        self.batch_dims = BatchDims(self.example, self.schedule._cutter)
+        self.schedule._runner.compared = ("args", "kwargs", "target")
+        self.batch_dims = BatchDims(self.example, self.schedule._runner.cutter)
         if self.batch_dims.compares:
-            self.schedule._cutter_for = self.batch_dims.fitted
+            self.schedule._runner.cutter_for = self.batch_dims.fitted
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """The parameters of this process: stage, name in the model, and parameter."""
@@ -139,97 +276,68 @@ class Built:
         return "\n".join(filter(None, map(str, parts)))
 
 
-def build(given: SimpleNamespace) -> Built:
-    """Cut the model, keep and move the stages of this process, and make the schedule.
-
-    ``given`` are the arguments of :class:`taktline.Pipeline`, checked.
-    """
-    if isinstance(given.model, nn.Module) and "_orig_mod" in given.model._modules:
-        given.model = without_compiler(given.model)
-    before = named_parameters(given.model) if isinstance(given.model, nn.Module) else {}
-    ranks = find_ranks(
-        given.ranks,
-        given.mesh,
-        given.data_parallel,
-        given.device or _device_of(given.model),
-        default=_ranks_of(given.schedule),
-        timeout=given.timeout,
-    )
-    with guarded(ranks.transport, BUILDING):
-        plan, modules = _cut_together(given, ranks, None)
-        if given.measure:  # now that all ranks have the same model, and can cut it
-            plan, modules = _cut_together(given, ranks, shared_times(ranks))
-        state = state_of(given.model, modules, ranks.transport)
-        table = StageTable.of(plan, modules, given.example, ranks.transport)
-        table.prepared = given.prepare is not None
-        own = kept(modules, _own_stages(ranks, plan))
-        ready = together(ranks, lambda: _ready(given, own, ranks), lambda _: Compared())
-        state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
-    options = _options(given, ranks, modules.values())
-    built = Built(ranks, plan, state, table, given.example, options)
-    ranks.own_groups.keep_for(built.schedule, *state.modules.values())
-    _mark_replaced(before, {name: parameter for _, name, parameter in built.parameters()})
-    with guarded(ranks.transport, BUILDING):
-        built.schedule._runner.connect()
-    return built
-
-
-_OF_SCHEDULE = (
-    "cuda_graphs",
-    "run_ahead",
-    "check_finite",
-    "args_chunk_spec",
-    "kwargs_chunk_spec",
-    "output_merge_spec",
-    "target_chunk_spec",
-)
-
-
-def _options(given: SimpleNamespace, ranks: Ranks, modules: Iterable[nn.Module]) -> dict[str, Any]:
-    """The options of the schedule."""
-    return {
-        **{name: getattr(given, name) for name in _OF_SCHEDULE},
-        "loss_fn": given.loss_fn or loss_in_output,
-        "seed": None if given.seed is None else given.seed + ranks.replica,
-        "dynamic_shapes": given.dynamic_shapes or any(map(has_dynamic_shapes, modules)),
-    }
-
-
-def _mark_replaced(before: Mapping[str, torch.Tensor], now: Mapping[str, nn.Parameter]) -> None:
-    """Mark parameters that were replaced by others, as FSDP2 does: optimizers of them raise."""
-    kept = set(map(id, now.values()))
-    for name in before.keys() & now.keys():
-        if id(before[name]) not in kept:
-            setattr(before[name], _REPLACED, True)
-            _watch_optimizers()
-
-
-_REPLACED = "_taktline_replaced"
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_require_current)
-
-
-def _require_current(optimizer: Optimizer, *_: object) -> None:
-    """Raise before the step of an optimizer that would train nothing."""
-    for group in optimizer.param_groups:
-        if any(hasattr(parameter, _REPLACED) for parameter in group["params"]):
-            raise MismatchError(
-                f"this {type(optimizer).__name__} was made before the pipeline, which has replaced "
-                "its parameters, as FSDP does, so it would train nothing; make it with "
-                "pipe.parameters()"
-            )
+def _device_of(model: Model) -> torch.device | None:
+    """The accelerator that holds the model, if one does."""
+    modules = [model] if isinstance(model, nn.Module) else model
+    modules = modules.values() if isinstance(modules, Mapping) else modules
+    devices = (parameter.device for module in modules for parameter in module.parameters())
+    return next((device for device in devices if device.type not in ("cpu", "meta")), None)
 
 
 def _ranks_of(schedule: ScheduleChoice) -> int:
-    """How many ranks there are in one process, if nobody says so."""
+    """The default number of ranks in one process."""
     try:
-        chosen = opened(schedule)
+        chosen = _opened(schedule)
     except TaktlineError:
         return 1  # raised later, on all ranks
     return chosen.ranks if isinstance(chosen, Plan) else 1
+
+
+def _opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
+    """The plan, if one was given or is in a file; else the schedule of that name."""
+    if isinstance(schedule, Plan):
+        return schedule
+    if isinstance(schedule, type) and issubclass(schedule, Schedule):
+        return find(schedule.__name__)
+    if isinstance(schedule, str) and not schedule.lower().endswith((".csv", ".json")):
+        return find(schedule)
+    if isinstance(schedule, str | os.PathLike):
+        return read(schedule)
+    raise ScheduleError(f"schedule is a name, a plan, a file or a Schedule class, not {schedule!r}")
+
+
+def _plan_of(given: SimpleNamespace, ranks: int) -> Plan:
+    """The plan for so many ranks."""
+    schedule, microbatches = _opened(given.schedule), given.microbatches
+    if isinstance(schedule, Plan):
+        if schedule.ranks != ranks:
+            raise ScheduleError(
+                f"plan {schedule.name!r} is for {counted(schedule.ranks, 'rank')}, not {ranks}; "
+                f"start {schedule.ranks}, or pass ranks={schedule.ranks} without a launcher"
+            )
+        if microbatches not in (None, schedule.microbatches):
+            raise ScheduleError(
+                f"plan {schedule.name!r} has {counted(schedule.microbatches, 'micro-batch')}, but "
+                f"microbatches is {microbatches}; leave it out"
+            )
+        return schedule
+    if microbatches is None:
+        raise ScheduleError(f"pass microbatches=…, the number of micro-batches for {schedule.name}")
+    per_rank, stages = given.stages_per_rank, None
+    if given.cuts is not None:
+        stages = len(given.cuts) + 1
+    elif isinstance(given.model, Sequence):
+        stages = len(given.model)
+    if stages is not None:
+        found, rest = divmod(stages, ranks)
+        if rest or not found or per_rank not in (None, found):
+            asked = f"with {per_rank} on each" if per_rank else "evenly"
+            raise ScheduleError(
+                f"{counted(stages, 'stage')} cannot be placed on {counted(ranks, 'rank')} {asked}; "
+                f"cut the model into {ranks * (per_rank or schedule.stages_per_rank or 1)}"
+            )
+        per_rank = found
+    return schedule.build(ranks, microbatches, per_rank)
 
 
 def _cut_together(
@@ -241,71 +349,108 @@ def _cut_together(
     return together(
         ranks,
         lambda: _cut(given, ranks, measure),
-        lambda cut: Compared() if alone else Compared.of(*cut, **options),
+        lambda cut: {} if alone else compared(*cut, **options),
     )
 
 
 def _cut(
     given: SimpleNamespace, ranks: Ranks, measure: Measure | None
 ) -> tuple[Plan, dict[int, nn.Module]]:
-    """The plan, and all stages; or those of this process, if it was given only some.
+    """The plan and all stages, or only this process's stages if it was given no others.
 
-    Other ranks are asked for the times of layers alone.
+    ``measure`` returns the times of layers to cut by; without it, their costs are counted.
     """
-    model = given.model
-    plan = plan_for(
-        opened(given.schedule),
-        ranks=ranks.size,
-        microbatches=given.microbatches,
-        stages=stages_in(model, given.cuts),
-        stages_per_rank=given.stages_per_rank,
-    )
-    if ranks.in_one_process and isinstance(model, nn.Module) and not isinstance(model, Pipe):
+    plan = _plan_of(given, ranks.size)
+    if ranks.in_one_process and given.is_whole:
         # As a whole, before it is cut: then it shares all tensors with its stages.
-        materialise(model, ranks.device, state_dict=given.state_dict)
-    modules = take_apart(model, plan, given.example, given.cuts, measure)
-    own = kept(modules, _own_stages(ranks, plan))
-    return plan, own if isinstance(model, Mapping) else modules
-
-
-def _own_stages(ranks: Ranks, plan: Plan) -> list[int]:
-    return [stage for rank in ranks.own for stage in plan.placement.stages_of(rank)]
-
-
-def _ready(
-    given: SimpleNamespace, modules: Mapping[int, nn.Module], ranks: Ranks
-) -> dict[int, nn.Module]:
-    """The stages of this process with their values, prepared and compiled."""
-    for module in modules.values():
-        materialise(module, ranks.device, state_dict=given.state_dict)
-    if given.data_parallel == "fsdp":
-        separate(modules.values())
-    found: dict[int, nn.Module] = {}
-    for stage, module in modules.items():
-        ready = module if given.prepare is None else given.prepare(module, stage)
-        if not isinstance(ready, nn.Module):
-            raise MismatchError(
-                f"prepare must return the module to use for stage {stage}, not {ready!r}"
+        materialise(given.model, ranks.device, state_dict=given.state_dict)
+    if isinstance(given.model, Mapping):
+        modules = dict(given.model)
+    else:
+        modules = dict(enumerate(_stages(given, plan, measure)))
+        if len(modules) != plan.stages:
+            raise PartitionError(
+                f"the model has {counted(len(modules), 'stage')}, but {plan.name} on "
+                f"{counted(plan.ranks, 'rank')} runs {plan.stages}; cut it into {plan.stages}"
             )
-        found[stage] = compile_stages(ready, stage) if given.compile else ready
-    if given.data_parallel is None:
-        require_wrapped(found, ranks)
-    return found
+    if unknown := [stage for stage in modules if stage not in range(plan.stages)]:
+        raise PartitionError(
+            f"there is no stage {unknown[0]}: {plan.name} on {counted(plan.ranks, 'rank')} has "
+            f"stages 0 to {plan.stages - 1}"
+        )
+    own = _own(modules, ranks, plan)
+    return plan, own if isinstance(given.model, Mapping) else modules
 
 
-def _device_of(model: Model) -> torch.device | None:
-    """The accelerator that the model lies on, if it does."""
-    if isinstance(model, nn.Module):
-        model = [model]
-    modules = model.values() if isinstance(model, Mapping) else model
-    for module in modules if isinstance(modules, Iterable) else ():
-        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
-            if parameter.device.type not in ("cpu", "meta"):
-                return parameter.device
-    return None
+def _own(modules: Mapping[int, nn.Module], ranks: Ranks, plan: Plan) -> dict[int, nn.Module]:
+    """The stages of this process."""
+    stages = [stage for rank in ranks.own for stage in plan.placement.stages_of(rank)]
+    if missing := sorted(set(stages) - set(modules)):
+        raise PartitionError(
+            f"the plan puts stages {sorted(stages)} here, but {missing} are not among those "
+            f"passed: {sorted(modules)}"
+        )
+    return {stage: modules[stage] for stage in stages}
 
 
-def shared_times(ranks: Ranks) -> Measure:
+def _stages(given: SimpleNamespace, plan: Plan, measure: Measure | None) -> Sequence[nn.Module]:
+    """The stages that were given, or those into which the model is cut."""
+    model, cuts, example = given.model, given.cuts, given.example
+    if not given.is_whole:
+        return split.by_hand(model)
+    if plan.stages == 1 and not cuts:
+        return [model]
+    is_own = cuts is None and example is None
+    example = own_example(model) if is_own else example
+    try:
+        if cuts is not None:
+            return split.by_names(model, cuts, example=example)
+        if example is not None:
+            return divide(model, plan.stages, example, measure)
+    except Exception as error:  # the model's code runs there
+        if isinstance(error, TaktlineError):
+            raise
+        if not is_own:
+            raise PartitionError(
+                f"{type(model).__name__} fails on the example, run without data to be cut: "
+                f"{type(error).__name__}: {text_of(error)}. If it fails by itself, too, pass "
+                "another example; if not, a layer may need the numbers in its buffers or arguments "
+                "to know its sizes: pass a list of stages, cut by hand"
+            ) from error
+    raise PartitionError(
+        f"to cut {type(model).__name__} into {plan.stages} stages, pass example=(…), the "
+        "arguments of one micro-batch, or cuts=[…], the names of the submodules at which new "
+        "stages begin"
+    )
+
+
+_LENGTH = 128
+"""Of a text: long enough for its layers to compute, and not only to begin."""
+
+
+def own_example(model: nn.Module) -> Any:
+    """Arguments by which a model of transformers can be cut; None if it says none."""
+    dummies, config = getattr(model, "dummy_inputs", None), getattr(model, "config", None)
+    if not isinstance(dummies, dict):
+        return None
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
+        height, width = (size, size) if isinstance(size, int) else size or (0, 0)
+        return (), {"pixel_values": torch.zeros(1, channels, height, width)}
+    most = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    return (), {
+        name: _lengthened(without_padding(model, each), most) for name, each in dummies.items()
+    }
+
+
+def _lengthened(dummy: Any, length: int) -> Any:
+    """Texts, repeated up to a length; other values as they are."""
+    if not isinstance(dummy, torch.Tensor) or dummy.ndim != 2 or dummy.is_floating_point():
+        return dummy
+    return dummy.repeat(1, -(-length // dummy.shape[1]))[:1, :length]
+
+
+def _shared_times(ranks: Ranks) -> Measure:
     """Returns the times that the first process of all replicas has measured, on its device."""
     processes = Processes(ranks.everyone)
 
@@ -321,3 +466,121 @@ def shared_times(ranks: Ranks) -> Measure:
         return {Cut(unit, at): took for unit, at, took in rows}
 
     return measure
+
+
+def _state_of(given: SimpleNamespace, modules: dict[int, nn.Module], ranks: Ranks) -> ModelState:
+    """The state of a model in these stages; if other processes have the others, all take part."""
+    if isinstance(given.model, Mapping):
+        shape, mine = [(int, str, int)], uses_in(modules)
+        listed = share_values(ranks.transport, mine, shape, BUILDING, what="the stages")
+        return ModelState.of_stages(modules, itertools.chain(*listed))
+    if not given.is_whole:
+        return ModelState.of_stages(modules)
+    state = ModelState.of_model(given.model, modules)
+    state.conversions = conversions_of(given.model)
+    return state
+
+
+def _ready(
+    given: SimpleNamespace, modules: Mapping[int, nn.Module], ranks: Ranks
+) -> dict[int, nn.Module]:
+    """The stages of this process with their values, prepared and compiled."""
+    for module in modules.values():
+        materialise(module, ranks.device, state_dict=given.state_dict)
+    if given.data_parallel == "fsdp":
+        _require_separate(modules)
+    found: dict[int, nn.Module] = {}
+    for stage, module in modules.items():
+        ready = module if given.prepare is None else given.prepare(module, stage)
+        if not isinstance(ready, nn.Module):
+            raise MismatchError(
+                f"prepare must return the module to use for stage {stage}, not {ready!r}"
+            )
+        found[stage] = compile_stages(ready, stage) if given.compile else ready
+    if given.data_parallel is None and ranks.replicas > 1:
+        _require_wrapped(found, ranks)
+    return found
+
+
+def _require_separate(modules: Mapping[int, nn.Module]) -> None:
+    """Raise if stages of this process share a module: FSDP2 shards a module only once."""
+    homes: dict[int, int] = {}
+    for stage, root in modules.items():
+        for name, module in root.named_modules():
+            home = homes.setdefault(id(vars(module)), stage)
+            if home != stage and any(True for _ in module.parameters()):
+                raise MismatchError(
+                    f"stages {home} and {stage} of this rank share the module {name}, which FSDP "
+                    'can shard only once; pass data_parallel="ddp", or cut the model so that one '
+                    "of them has it"
+                )
+
+
+def _require_wrapped(modules: Mapping[int, nn.Module], ranks: Ranks) -> None:
+    """Raise if nothing averages the gradients of a stage over its replicas."""
+    for stage, module in modules.items():
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        if trains and sync_of(module) is None:
+            dims = ", ".join(map(repr, ranks.data_dims))
+            raise MismatchError(
+                f"the mesh has room for {ranks.replicas} replicas of stage {stage} ({dims}), and "
+                'nothing averages their gradients; pass data_parallel="ddp" or "fsdp", or wrap it '
+                "in prepare"
+            )
+
+
+def _wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Module:
+    """A stage in DDP or FSDP2 over the data-parallel dimensions of the mesh."""
+    if data_parallel is None or ranks.mesh is None:
+        return module
+    if not any(parameter.is_floating_point() for parameter in module.parameters()):
+        return module  # without gradients to average, now and later
+    if data_parallel == "fsdp":
+        return _sharded(module, ranks.mesh[ranks.data_dims])
+    if len(ranks.data_dims) != 1:
+        raise MismatchError(
+            f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
+        )
+    return _replicated(module, ranks.groups[ranks.data_dims[0]])
+
+
+def _replicated(module: nn.Module, group: ProcessGroup) -> nn.Module:
+    """DDP, also around a frozen stage, which the user may unfreeze later."""
+    parameters = [each for each in module.parameters() if each.is_floating_point()]
+    is_frozen = not any(each.requires_grad for each in parameters)
+    # DDP wants one that is trained; it keeps memory for its gradient.
+    smallest = min(parameters, key=torch.Tensor.numel)
+    smallest.requires_grad_(smallest.requires_grad or is_frozen)
+    try:
+        return DistributedDataParallel(module, process_group=group)
+    finally:
+        smallest.requires_grad_(smallest.requires_grad and not is_frozen)
+
+
+def _sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2, with each block of a list of layers gathered by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for path, layer in _layers(module):
+        held = [name for parameter in layer.parameters() for name in names[parameter]]
+        # What it shares with others is sharded with the stage: FSDP2 shards a parameter once.
+        if held and all(name.startswith(path) for name in held):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers in lists, with their paths; not those inside of other layers."""
+    for name, child in module.named_children():
+        inside = f"{path}{name}."
+        # Containers have no forward, so they cannot be sharded by themselves.
+        if isinstance(module, nn.ModuleList) and not isinstance(
+            child, nn.ModuleList | nn.ModuleDict
+        ):
+            yield inside, child
+        else:
+            yield from _layers(child, inside)

@@ -11,25 +11,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from taktline.checkpoint.model_state import Processes
 from taktline.checks import refuse, require_instance, require_whole
-from taktline.errors import ArgumentError, TaktlineError, UseError
-from taktline.runtime.fingerprint import digest_of
+from taktline.errors import ArgumentError, MismatchError, UseError
 from taktline.runtime.microbatch import describe
 from taktline.split.recorded_stage import model_of
 from taktline.stage.names import unwrapped
-from taktline.text import by_rank
 from taktline.train.build import Built
 from taktline.train.loader import broadcast_output
-from taktline.train.ranks import REPLICA
-from taktline.transport import Transport
-
-_TAKE_IN_PADDING = ("recurrent_gemma", "rwkv")
-"""Models of transformers whose state takes in padding, whatever the mask says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +56,12 @@ class Request:
                 f"attention_mask must be {list(ids.shape)} as ids, with 0 for padding on the left "
                 f"of a text, not {list(mask.shape)}; new tokens come after their right end"
             )
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        if kind in _TAKE_IN_PADDING and not bool(mask.all()):
-            raise UseError(
-                f"{type(model).__name__} includes padding in its state, also without a pipeline, "
-                "so that padding changes the text; generate texts of one length at a time"
-            )
 
     def digest(self) -> int:
         """A number that is the same on all ranks with the same arguments."""
-        tensors = [self.ids, *([] if self.attention_mask is None else [self.attention_mask])]
-        options = (self.max_new_tokens, self.eos_token_id, self.pad_token_id)
-        return digest_of([*(str(tensor.tolist()) for tensor in tensors), str(options)])
+        mask = self.attention_mask
+        texts = [self.ids.tolist(), None if mask is None else mask.tolist()]
+        return crc32(str([texts, self.eos_token_id, self.pad_token_id]).encode())
 
     def ends(self, model: Any) -> tuple[torch.Tensor, int]:
         """The tokens that end a text, and the token that fills it up."""
@@ -98,55 +87,42 @@ def generate(built: Built, request: Request) -> torch.Tensor:
     masks = {} if mask is None else _masks(pad(mask.to(ids), room, value=1), model)
     done = torch.zeros(rows, 1, dtype=torch.bool, device=ids.device)
     stop = length + request.max_new_tokens
-    with _generating(built) as next_token:
-        for end in range(length, stop):
-            next_token.place = end - 1
+    for end in range(length, stop):
+        with _next_tokens(built, end - 1):
             output = built.schedule.eval(ids, **masks)
-            token = broadcast_output(output, built.ranks, built.plan.placement.rank_of[-1]).to(ids)
-            token = token.masked_fill(done, padding)
-            ids[:, end : end + 1] = token
-            done |= torch.isin(token, ends.to(token))
-            if bool(done.all()):
-                stop = min(stop, end + 1)
-            # All replicas evaluate together, until the last of their texts has ended.
-            if not built.ranks.in_any_pipeline(end + 1 < stop, "generate()"):
-                break
+        token = broadcast_output(output, built.ranks, built.plan.placement.rank_of[-1]).to(ids)
+        token = token.masked_fill(done, padding)
+        ids[:, end : end + 1] = token
+        done |= torch.isin(token, ends.to(token))
+        if bool(done.all()):
+            stop = min(stop, end + 1)
+        # All replicas evaluate together, until the last of their texts has ended.
+        if not built.ranks.in_any_pipeline(end + 1 < stop, "generate()"):
+            break
     return ids[:, :stop].to(request.ids.device)
 
 
 def _agree(built: Built, request: Request, model: nn.Module | None) -> None:
     """Raise on every rank if arguments are not valid on one, or differ."""
-    error, digest = None, 0
-    try:
+
+    def said() -> list[int]:
         request.check(model)
-        digest = request.digest()
-    except TaktlineError as raised:
-        error = raised
+        return [built.ranks.replica, request.digest(), request.max_new_tokens]
 
-    def numbers(noun: str) -> list[int]:
-        # Replicas have texts of their own, but go on together until the last one has ended.
-        return [
-            0 if error else min(request.max_new_tokens, 2**62),
-            0 if noun == REPLICA else digest,
-        ]
-
-    if found := built.ranks.agreed(error, "generate()", numbers, _difference):
-        raise found
-
-
-def _difference(noun: str, _: Transport, rows: list[list[int]]) -> str | None:
-    """Why ranks cannot generate together."""
-    lengths, digests = ([row[place] for row in rows] for place in range(2))
-    if len(set(lengths)) > 1:
-        listed = "; ".join(f"{new} on {noun} {place}" for place, new in enumerate(lengths))
-        return f"generate() has different max_new_tokens: {listed}; pass the same on every {noun}"
-    if len(set(digests)) > 1:
-        kinds = [digests.index(digest) for digest in digests]
-        return (
-            "generate() was called with other texts or options on some ranks (those that agree "
-            f"have the same number: {by_rank(kinds)}); pass the same on every rank"
+    processes = Processes(built.ranks.everyone)
+    rows = processes.everywhere(said, "read the arguments", "generate()")
+    # Replicas have texts of their own, but go on together until the last one has ended.
+    lengths, texts = {row[2] for row in rows}, {tuple(row[:2]) for row in rows}
+    if len(lengths) > 1:
+        listed = " and ".join(map(str, sorted(lengths)))
+        raise MismatchError(
+            f"generate() has different max_new_tokens: {listed}; pass the same on every rank"
         )
-    return None
+    if len(texts) > built.ranks.replicas:
+        raise MismatchError(
+            "generate() was called with other texts or options on some ranks; pass the same on "
+            "every rank of a pipeline"
+        )
 
 
 def _model(built: Built) -> nn.Module | None:
@@ -167,35 +143,28 @@ def _masks(mask: torch.Tensor, model: nn.Module | None) -> dict[str, Any]:
     return found
 
 
-@dataclass(slots=True)
-class _NextToken:
-    """A hook on the last stage that returns only the token after a place."""
+@contextmanager
+def _next_tokens(built: Built, place: int) -> Iterator[None]:
+    """Inside, the last stage returns only the likeliest tokens after a place, [rows, 1]."""
 
-    place: int = -1
-
-    def token(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
-        """The likeliest tokens, [rows, 1]."""
+    def token(module: nn.Module, args: Any, output: Any) -> torch.Tensor:
         logits = getattr(output, "logits", output)
         if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
             raise UseError(
                 "generate() is for causal language models, which return logits [rows, length, "
                 f"words], or have them in output.logits, not {describe(output)}"
             )
-        return logits[:, self.place].argmax(-1, keepdim=True)
+        return logits[:, place].argmax(-1, keepdim=True)
 
-
-@contextmanager
-def _generating(built: Built) -> Iterator[_NextToken]:
-    """Inside, the last stage returns only the next tokens, and batches are cut by rows."""
-    schedule, next_token = built.schedule, _NextToken()
-    before = schedule._cutter_for, schedule._output_merge_spec
-    cutter = replace(schedule._cutter, args_spec=None, kwargs_spec=None)
-    schedule._cutter_for, schedule._output_merge_spec = lambda batch: cutter, None
-    last = [stage.submod for stage in schedule._stages if stage.is_last]
-    hooks = [module.register_forward_hook(next_token.token) for module in last]
+    runner = built.schedule._runner
+    before = runner.cutter_for, runner.merge_spec
+    cutter = replace(runner.cutter, args_spec=None, kwargs_spec=None)  # texts are cut by rows
+    runner.cutter_for, runner.merge_spec = lambda batch: cutter, None
+    last = [stage.submod for stage in built.schedule._stages if stage.is_last]
+    hooks = [module.register_forward_hook(token) for module in last]
     try:
-        yield next_token
+        yield
     finally:
-        schedule._cutter_for, schedule._output_merge_spec = before
+        runner.cutter_for, runner.merge_spec = before
         for hook in hooks:
             hook.remove()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from taktline import pytree
-from taktline.errors import DataError, SignatureError, TaktlineError
+from taktline.errors import DataError, SignatureError, TaktlineError, text_of
 from taktline.meta import Signature
 from taktline.sharding import is_sharded
 from taktline.train.ranks import Ranks
 from taktline.transport import Transport, transport_of
 from taktline.transport.base import bytes_of
-from taktline.transport.describe import decode, encode
+from taktline.transport.codec import decode, encode
 from taktline.transport.exchange import exchange_or_raise, share_texts
 from taktline.transport.wire import Layout
 
@@ -76,7 +76,6 @@ def _agreed(
     return signature
 
 
-_LONGEST_TEXT = 4000
 _CALL = "pipe.loader(…)"
 
 
@@ -96,12 +95,11 @@ class SharedLoader:
 
     def __init__(self, batches: Iterable[Any] | None, ranks: Ranks) -> None:
         self._batches = batches
-        self._device = ranks.device
-        self._replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
-        groups = ranks.groups
+        self._ranks = ranks
         # Tensor-parallel ranks of a stage need the same batch as well.
-        self._within = [groups[name] for name in groups if name not in ranks.data_dims]
-        self._replicas = [transport_of(groups[name], ranks.device) for name in ranks.data_dims]
+        self._within = [
+            group for name, group in ranks.groups.items() if name not in ranks.data_dims
+        ]
         self._reads = all(group.rank() == 0 for group in self._within)
         (self._length,) = self._agreed(lambda: [length_of(_checked(batches))], "the loader")
 
@@ -119,7 +117,7 @@ class SharedLoader:
             if rest is None:
                 rest = iter(_checked(self._batches))
             try:
-                return [_on_device(next(rest), self._device)]
+                return [_on_device(next(rest), self._ranks.device)]
             except StopIteration:
                 return []
 
@@ -140,36 +138,39 @@ class SharedLoader:
 
         The list has one value, or none at the end.
         """
+        ranks, cause, error = self._ranks, None, None
         found: list[Any] | str = []
-        cause = error = None
         if self._reads:
             try:
                 found = read()
             except Exception as raised:
-                found, cause = _text(raised), raised
+                kind = "" if isinstance(raised, DataError) else f"{type(raised).__name__}: "
+                found, cause = f"{kind}{text_of(raised, 4000)}", raised
         for group in self._within:
             try:
-                found = broadcast(found, group, self._device, 0, _CALL)
+                found = broadcast(found, group, ranks.device, 0, _CALL)
             except SignatureError as refused:
                 found = str(refused)
         if isinstance(found, str):
-            error, found = DataError(f"rank 0{self._replica}, {what}: {found}"), []
-        lowest = highest = len(found)
-        for transport in self._replicas:
-            try:
-                counts = exchange_or_raise(transport, error, _CALL, [lowest, highest])
-                lowest, highest = min(low for low, _ in counts), max(high for _, high in counts)
-            except DataError as first:
-                error = first  # replicas along the other dimensions must know
+            replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
+            error, found = DataError(f"rank 0{replica}, {what}: {found}"), []
+        if ranks.replicas > 1:
+            count, why = len(found), partial(_different, what)
+            error = ranks.agreed(error, _CALL, lambda _: [count], why, DataError)
         if error is not None:
             raise error from cause
-        if lowest != highest:
-            raise DataError(
-                f"the replicas have different numbers of batches: {what} exists in some, but not "
-                "in others; use the same number in all, for example with "
-                "DistributedSampler(dataset, pipe.replicas, pipe.replica)"
-            )
         return found
+
+
+def _different(what: str, noun: str, _: Transport, rows: list[list[int]]) -> str | None:
+    """Why replicas cannot go on together; they have so many batches, 0 or 1."""
+    if all(row == rows[0] for row in rows):
+        return None
+    return (
+        f"the replicas have different numbers of batches: {what} exists in some, but not in "
+        "others; use the same number in all, for example with DistributedSampler(dataset, "
+        "pipe.replicas, pipe.replica)"
+    )
 
 
 def _checked(batches: Any) -> Iterable[Any]:
@@ -205,11 +206,3 @@ def _on_device(batch: Any, device: torch.device) -> Any:
         return _on_device(dict(leaf), device) if isinstance(leaf, Mapping) else leaf
 
     return pytree.tree_map(moved, batch)
-
-
-def _text(error: Exception) -> str:
-    """The text of an error; the middle of a long one is left out."""
-    if type(error) is DataError:
-        return str(error)
-    text, half = "".join(traceback.format_exception_only(error)).strip(), _LONGEST_TEXT // 2
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:half]} … {text[-half:]}"

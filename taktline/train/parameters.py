@@ -1,4 +1,4 @@
-"""What a pipeline has as an ``nn.Module`` has it: modules, parameters, gradients and state."""
+"""The part of a pipeline that is like an ``nn.Module``: parameters, gradients and state."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from taktline.checkpoint.model_state import ModelState, foremost, writers
 from taktline.checks import refuse, require_flag, require_instance, require_number
-from taktline.errors import LossError, MismatchError, TransportError, UseError
-from taktline.meta import DTYPES, name_of
+from taktline.errors import LossError, MismatchError, UseError
 from taktline.private import private
 from taktline.sharding import is_sharded, local
-from taktline.stage.names import declared, named_modules
+from taktline.stage.names import named_modules
 from taktline.text import first_of
 from taktline.train.build import Built
+from taktline.train.loader import broadcast
 from taktline.train.ranks import Ranks
-from taktline.transport.exchange import share_values
+from taktline.transport.exchange import share_floats, share_values
 
 _BEFORE = "convert the model before you make the pipeline of it"
 _INSTEAD = {
@@ -47,12 +46,12 @@ class AnyName:
 
 
 def no_children(pipe: object) -> Iterator[Any]:
-    """None: names are those of the model, wherever its modules are."""
+    """Yields nothing: a pipeline has the model's names, and no children of its own."""
     return iter(())
 
 
 def advice(name: str) -> str:
-    """What to do instead, if a module has such an attribute and a pipeline has not."""
+    """What to use instead of an attribute that a module has and a pipeline does not."""
     return f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
 
 
@@ -99,9 +98,6 @@ def require_here(here: torch.device, where: Iterable[Any]) -> None:
 
 
 _norms_on_gpu = private("torch._foreach_norm", "norms of many gradients at once", None)
-
-_DOUBLE = -1
-"""Stands beside the places of gradients: some of them are in double precision."""
 
 
 class Scaler(torch.amp.GradScaler):
@@ -154,17 +150,31 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
     if not norm_type:
         refuse("norm_type", "more than 0", norm_type)
     with built.everywhere("grad_norm()"):
-        mine, is_double = _own_norms(built, norm_type)
-        shared = built.ranks.gathered(mine | ({_DOUBLE: 1.0} if is_double else {}), "grad_norm()")
-    dtype = torch.float64 if shared.pop(_DOUBLE, 0.0) else torch.float32
-    ordered = [shared[place] for place in sorted(shared)]
-    # Torch refuses the largest of no gradients.
-    in_order = torch.tensor(ordered or [0.0], dtype=dtype, device="cpu")
-    return torch.linalg.vector_norm(in_order, norm_type).to(built.ranks.device)
+        norms = _own_norms(built, norm_type)
+        moved = [each.to(built.ranks.device) for each in norms.values()]
+        numbers = torch.stack(moved).tolist() if moved else []
+        is_double = any(each.dtype == torch.float64 for each in norms.values())
+        mine = [float(is_double), *norms, *numbers]
+        rows = share_floats(built.ranks.transport, mine, "grad_norm()", ragged=True)
+        dtype = torch.float64 if any(row[0] for row in rows) else torch.float32
+        found: dict[float, float] = {}
+        for _, *row in rows:
+            found |= zip(row[: len(row) // 2], row[len(row) // 2 :], strict=True)
+        in_order = [found[place] for place in sorted(found)] or [0.0]  # torch refuses none
+        total = torch.linalg.vector_norm(
+            torch.tensor(in_order, dtype=dtype, device="cpu"), norm_type
+        )
+        if norm_type == math.inf:  # until here that of the shards in this pipeline
+            for transport in built.ranks.everyone[1:]:
+                rows = share_floats(transport, [float(total)], "grad_norm()")
+                total = torch.linalg.vector_norm(
+                    torch.tensor(rows, dtype=dtype, device="cpu"), norm_type
+                )
+    return total.to(built.ranks.device)
 
 
-def _own_norms(built: Built, norm_type: float) -> tuple[dict[int, float], bool]:
-    """The norms of gradients here, by their places; and whether any is in double precision."""
+def _own_norms(built: Built, norm_type: float) -> dict[int, torch.Tensor]:
+    """The norms of gradients here by their places; of shards that are alike, one for all."""
     parameters, norms = built.counted(), dict[int, torch.Tensor]()
     place_of = {parameter: place for place, parameter in parameters.items()}
     for alike in _alike(parameters.values()):
@@ -174,30 +184,19 @@ def _own_norms(built: Built, norm_type: float) -> tuple[dict[int, float], bool]:
             norms[places[0]] = _norm_of_shards(gradients, norm_type)
         else:
             norms |= zip(places, _single_norms(gradients, norm_type), strict=True)
-    moved = [norm.to(built.ranks.device) for norm in norms.values()]
-    numbers = torch.stack(moved).tolist() if moved else []
-    is_double = any(norm.dtype == torch.float64 for norm in norms.values())
-    return dict(zip(norms, numbers, strict=True)), is_double
+    return norms
 
 
-def _norm_of_shards(gradients: Sequence[Any], norm_type: float) -> torch.Tensor:
-    """The norm of gradients with the same mesh and placements, whose ranks all call this."""
+def _norm_of_shards(gradients: list[Any], norm_type: float) -> torch.Tensor:
+    """The norm of gradients with the same mesh and placements; the largest number only of here."""
     if norm_type != math.inf:
         total: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
         return total.full_tensor()
-    # Torch refuses the largest element of an empty shard, which a short parameter leaves.
     from torch.distributed.tensor import Replicate
 
-    mesh, placements = gradients[0].device_mesh, gradients[0].placements
-    whole = [Replicate() if each.is_partial() else each for each in placements]
+    whole = [Replicate() if each.is_partial() else each for each in gradients[0].placements]
     shards = [local(gradient.redistribute(placements=whole)) for gradient in gradients]
-    largest = [torch.linalg.vector_norm(shard, math.inf) for shard in shards if shard.numel()]
-    norm = torch.stack(largest).max() if largest else shards[0].new_zeros(())
-    for dim in range(mesh.ndim):
-        norms = [torch.empty_like(norm) for _ in range(mesh.size(dim))]
-        dist.all_gather(norms, norm, mesh.get_group(dim))
-        norm = torch.stack(norms).max()  # unlike a reduction, it keeps a nan
-    return norm
+    return torch.stack([*_single_norms(shards, norm_type)]).max()
 
 
 def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[torch.Tensor]:
@@ -255,8 +254,13 @@ def own_state(model: ModelState, *, with_rest: bool) -> dict[str, torch.Tensor]:
     return {name: held[name] for name in (*model.names, *held) if name in held}
 
 
-def gathered_state(model: ModelState, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """The whole state on the CPU of the first rank, nothing on the others; all take part."""
+def gathered_state(
+    model: ModelState, ranks: Ranks, *, everywhere: bool = False
+) -> dict[str, torch.Tensor]:
+    """The whole state on the CPU of the first rank, or of all; nothing on the others.
+
+    All ranks call it.
+    """
     first = 0 in ranks.own
     mine = {
         name: value.full_tensor() if is_sharded(value) else value
@@ -267,37 +271,16 @@ def gathered_state(model: ModelState, ranks: Ranks) -> dict[str, torch.Tensor]:
     if ranks.group is None:
         return {name: value.to("cpu", copy=True) for name, value in mine.items()}
     priorities = {name: each.priority for name, each in foremost(model.held()).items()}
-    kinds = [
-        (name, list(value.shape), name_of(value.dtype), priorities.get(name, -1))
-        for name, value in mine.items()
-    ]
-    call, shape = "state_dict(gathered=True)", [(str, [int], str, int)]
-    shared = share_values(ranks.transport, kinds, shape, call, what="the state")
-    listed = [_kinds(kinds, rank) for rank, kinds in enumerate(shared)]
-    sender = writers([[(name, priority) for name, _, _, priority in kinds] for kinds in listed])
-    coming = [(rank, *kind) for rank, kinds in enumerate(listed) for kind in kinds]
-    coming = [each for each in coming if sender[each[1]] == each[0]]
+    keys = [(name, priorities.get(name, -1)) for name in mine]
+    call = "state_dict(gathered=True)"
+    listed = share_values(ranks.transport, keys, [(str, int)], call, what="the state")
     state: dict[str, torch.Tensor] = {}
-    for rank, name, shape, kind, _ in coming:
-        if rank == ranks.transport.rank and not first:
-            dist.send(mine[name].to(ranks.device).contiguous(), group=ranks.group, group_dst=0)
-        elif first and rank:
-            value = torch.empty(shape, dtype=kind, device=ranks.device)
-            dist.recv(value, group=ranks.group, group_src=rank)
-            state[name] = value.cpu()
-        elif first:
-            state[name] = mine[name].to("cpu", copy=True)
+    for name, rank in writers(listed).items():
+        sent = mine[name].to(ranks.device) if name in mine else None
+        value = broadcast(sent, ranks.group, ranks.device, rank, call)
+        if first or everywhere:
+            state[name] = value.to("cpu", copy=True)
     return {name: state[name] for name in (*model.names, *state) if name in state}
-
-
-def _kinds(
-    kinds: list[tuple[str, list[int], str, int]], rank: int
-) -> list[tuple[str, list[int], torch.dtype, int]]:
-    """The name, shape, type and priority of each tensor that a rank sends."""
-    for name, shape, dtype, _ in kinds:
-        if dtype not in DTYPES or min(shape, default=0) < 0:
-            raise TransportError(f"rank {rank} has no tensor {name} of {dtype}{shape}")
-    return [(name, shape, DTYPES[dtype], priority) for name, shape, dtype, priority in kinds]
 
 
 def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
@@ -322,19 +305,11 @@ def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: 
 _ADVICE = "pass strict=False to load what fits"
 
 
-def _with_synonyms(
-    model: ModelState, state: Mapping[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor]:
+def _with_synonyms(model: ModelState, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The state with a weight of several names under each of them; files may have only one."""
-    synonyms = [[name, known] for name, known in model.aliases.items()]
-    for module in model.modules.values():
-        synonyms += [[model.name(*use) for use in tie.uses] for tie in declared(module)]
-    found = dict(state)
-    for names in synonyms:
-        there = [name for name in names if name in found]
-        if there:
-            found |= {name: found[there[0]] for name in names if name not in found}
-    return found
+    first = model.first_names()
+    found = {first.get(name, name): value for name, value in state.items()}
+    return {**{name: found[known] for name, known in first.items() if known in found}, **state}
 
 
 def _copy(tensor: torch.Tensor, value: torch.Tensor, name: str) -> None:

@@ -24,18 +24,15 @@ from taktline.plan import Plan
 from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.train import parameters, steps
-from taktline.train.arguments import ScheduleChoice, checked
 from taktline.train.batches import with_own_loss
-from taktline.train.build import Built, Prepare, build
+from taktline.train.build import Built, Model, Prepare, ScheduleChoice, build, checked
 from taktline.train.generate import Request, generate
 from taktline.train.loader import SharedLoader
-from taktline.train.metrics import Metrics, progress
-from taktline.train.model_stages import Model
 from taktline.train.parameters import Scaler, gathered_state, load_state, own_state
 from taktline.train.preemption import PREEMPTED, Preemption
 from taktline.train.ranks import Ranks
 from taktline.train.stage_table import Boundaries
-from taktline.train.steps import Outputs
+from taktline.train.steps import Metrics, Outputs, progress
 from taktline.train.verify import Verification, verify
 from taktline.transport.turn import Turn
 
@@ -63,40 +60,30 @@ class Pipeline:
         ranks: the number of ranks of the pipeline.
         stages_per_rank: for schedules that leave it open.
         cuts: names of submodules at which new stages begin.
-        measure: cuts the model by the times of its layers, forward and backward, for the
-            ``example``; the first rank measures them on its device. By default their operations are
-            counted.
+        measure: cuts the model by the times of its layers for the ``example``, which the first rank
+            measures on its device. By default their operations are counted.
         mesh: a device mesh with a dimension "pp", and one that begins with "dp" for replicas.
         data_parallel: ``"ddp"`` or ``"fsdp"``: the wrapper of each stage.
-        prepare: called with each stage of this process and its number, once it is on its device
-            and before it is wrapped; returns the module to use. For activation checkpointing or
-            tensor parallelism. The printed table shows the stages as they were before it.
+        prepare: called with each stage of this process and its number, before it is wrapped;
+            returns the module to use. For activation checkpointing or tensor parallelism.
         compile: compiles each stage, after ``prepare``, by :func:`taktline.compile_stages`.
         device: where to compute.
-        state_dict: values for a model that was built on the meta device, of which each process
-            takes those of its stages; without it, they are made as the model's constructor does
-            (see :func:`taktline.split.deferred`).
-        seed: draws dropout from (seed, step, stage, micro-batch): for one cut into stages and
-            micro-batches, the same under every schedule and on any number of ranks; what
-            ``loss_fn`` draws depends on (seed, step, micro-batch).
+        state_dict: values for a model on the meta device, of which each process takes its own;
+            without it, they are made as the model's constructor does.
+        seed: draws dropout from (seed, step, stage, micro-batch), the same under every schedule and
+            on any number of ranks.
         dynamic_shapes: for stages whose outputs' shapes depend on values.
-        cuda_graphs: captures steps as CUDA graphs, once for each kind of batch, and replays them; a
-            step that cannot be captured runs without, with a warning that says why.
-        run_ahead: lets a rank begin its next step while other ranks still compute this one, so that
-            the bubble of ``zb_h2`` and ``zbv`` is that of the ranks' own spans. An error of another
-            rank then comes in a later call. Every rank passes the whole batch.
-        check_finite: raises if an output of a stage or a loss is not finite, and names the first
-            stage and micro-batch; waits for a GPU in each stage.
-        args_chunk_spec: how positional arguments are cut; without this and ``kwargs_chunk_spec``,
-            the batch dimension of each argument is found by comparing a batch with the example.
+        cuda_graphs: captures steps as CUDA graphs, and replays them; a step that cannot be captured
+            runs without, with a warning that says why.
+        check_finite: raises if an output of a stage or a loss is not finite; waits for a GPU.
+        args_chunk_spec: how positional arguments are cut; by default as a batch differs from the
+            example.
         kwargs_chunk_spec: how keyword arguments are cut.
         output_merge_spec: how outputs are joined.
         target_chunk_spec: how the target is cut; its rows then need not match those of the batch.
         on_preempt: called with this pipeline on every rank after SIGTERM has reached any of them,
-            in the first step or eval after an optimizer has used all gradients; then all end
-            with the exit code :attr:`PREEMPTED`. Every rank passes one, from its main thread.
-        report_stragglers: every so many steps, trace a step and write to the log ("taktline") which
-            ranks are slow for their work.
+            once an optimizer has used all gradients; then all end with :attr:`PREEMPTED`.
+        report_stragglers: every so many steps, write to the log ("taktline") which ranks are slow.
         timeout: seconds after which a wait for another rank raises an error on all ranks; by
             default that of the process group.
 
@@ -146,7 +133,6 @@ class Pipeline:
         seed: int | None = None,
         dynamic_shapes: bool = False,
         cuda_graphs: bool = False,
-        run_ahead: bool = False,
         check_finite: bool = False,
         args_chunk_spec: ArgsSpec | None = None,
         kwargs_chunk_spec: KwargsSpec | None = None,
@@ -189,17 +175,14 @@ class Pipeline:
     ) -> Any:
         """Run a batch forward and backward: returns its mean loss, the same on every rank.
 
-        Every row counts the same, also where micro-batches differ in size.
-
         Gradients are added to ``.grad``, as ``backward()`` does, so do not call that on the loss.
-        Every rank may pass the whole batch; ranks that do not need it ignore it. On a GPU this
-        returns before the loss is computed; reading the loss waits.
+        Every rank may pass the whole batch. On a GPU this returns before the loss is computed.
 
         Args:
             args: the model's arguments.
             target: passed to ``loss_fn`` with the output; leave it out without ``loss_fn``.
-            return_outputs: True returns ``(loss, outputs)`` on every rank; ``"last"`` sends
-                nothing, and returns None for outputs on all ranks but that of the last stage.
+            return_outputs: True returns ``(loss, outputs)`` on every rank, ``"last"`` on that of
+                the last stage only.
             scaler: multiplies the loss for the backward; made by :meth:`scaler`.
             losses: a list to fill with the loss of each micro-batch.
             aux_losses: a list to fill with the losses that :func:`taktline.add_loss` has added.
@@ -231,11 +214,9 @@ class Pipeline:
     ) -> Any:
         """Run a batch forward only, with the modules in evaluation mode.
 
-        Without arguments it only puts them into that mode, as ``nn.Module.eval()`` does.
-
         Returns the mean loss if there is a target, and otherwise the outputs; with
-        ``return_outputs`` and a target, both. Takes the arguments of :meth:`step`. If the model
-        computes its own loss, pass ``labels`` or ``return_outputs=False`` to get it.
+        ``return_outputs``, both. If the model computes its own loss, pass ``labels``, or
+        ``return_outputs=False``. Without arguments it only puts the modules into that mode.
         """
         if not args and not options and target is None and return_outputs is None:
             return self.train(False)
@@ -256,13 +237,7 @@ class Pipeline:
         return output if loss is None else (loss, output)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs of a batch, as :meth:`eval` returns them; to train, call :meth:`step`.
-
-        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
-        >>> with torch.no_grad():
-        ...     pipe(torch.ones(4, 2)).shape
-        torch.Size([4, 1])
-        """
+        """The outputs of a batch, as :meth:`eval` returns them; to train, call :meth:`step`."""
         parameters.require_no_gradients(self._built.model)
         return self.eval(*args, **kwargs)
 
@@ -277,10 +252,9 @@ class Pipeline:
         """Compare one step with the plain model: returns the first tensor that differs, if any.
 
         A copy of the plain model gets the pipeline's values and runs the whole batch at once. This
-        compares the outputs of all modules for each micro-batch, the loss, the gradients that
-        reach these outputs, and those of the parameters. Dropout is off. Gradients, buffers and
-        random numbers stay as they are. Every rank calls it with the same batch, and needs memory
-        for the model and for the activations of the batch.
+        compares the outputs of all modules for each micro-batch, the loss, and the gradients of the
+        parameters. Dropout is off. Gradients, buffers and random numbers stay as they are. Every
+        rank calls it with the same batch, and needs memory for the whole model.
 
         Args:
             model: the plain model, in any state; of a list of stages ``nn.Sequential(*stages)``.
@@ -313,9 +287,8 @@ class Pipeline:
     ) -> torch.Tensor:
         """Continue texts by the likeliest token each time: returns all texts on every rank.
 
-        For causal language models: those of transformers, and others that return logits of shape
-        [rows, length, words]. Micro-batches follow each other through the stages, which compute the
-        whole texts again for each token.
+        For causal language models, which return logits [rows, length, words]. The stages compute
+        the whole texts again for each token.
 
         Args:
             ids: texts, [rows, length].
@@ -323,11 +296,6 @@ class Pipeline:
             attention_mask: 0 for padding on the left of shorter texts, else 1.
             eos_token_id: tokens that end a text; by default those of the model.
             pad_token_id: the token that fills up an ended text; by default the model's.
-
-        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
-        >>> pipe = Pipeline([model[0], model[1]], microbatches=2, ranks=2)
-        >>> pipe.generate(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=5).shape
-        torch.Size([2, 8])
         """
         request = Request(ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id)
         with self._turn, steps.in_mode(*self.stages.values(), training=False):
@@ -338,28 +306,18 @@ class Pipeline:
 
         The first rank of each replica reads, and sends every batch to the others. All ranks call
         this and iterate together; ranks that do not read may pass None.
-
-        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
-        >>> [pipe.eval(x).shape for x in pipe.loader([torch.ones(4, 2), torch.ones(6, 2)])]
-        [torch.Size([4, 1]), torch.Size([6, 1])]
         """
         return SharedLoader(batches, self._ranks)
 
     def progress(self, batches: Iterable[T], *, every: int = 10) -> Iterator[T]:
         """Yields the batches, while the first rank shows how training goes.
 
-        It shows a bar on a terminal (with rich), and lines elsewhere: loss, tokens or rows a
-        second, the bubble, and this process's peak memory. Every rank iterates.
+        It shows a bar on a terminal (with rich), and lines elsewhere. Every rank iterates.
 
         Args:
             batches: a list, a ``DataLoader``, or :meth:`loader` of one.
             every: the numbers are read after so many steps. Where ranks are processes, one of
                 these steps is traced to measure the bubble.
-
-        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
-        >>> for x in pipe.progress([torch.ones(4, 2)] * 3, every=5):  # doctest: +ELLIPSIS
-        ...     output = pipe.eval(x)
-        step    3  peak ...
         """
         require_whole("every", every, least=1)
         return progress(self, batches, every, measured=not self._ranks.in_one_process)
@@ -370,10 +328,6 @@ class Pipeline:
         ``step``, ``loss`` (of the latest step), ``step_ms``, ``rows_per_s`` and ``tokens_per_s``
         (of all replicas, over the last 20 steps), ``bubble`` (of the latest step that
         :meth:`progress` has measured), ``peak_memory`` (bytes of this process).
-
-        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
-        >>> sorted(pipe.metrics())
-        ['peak_memory', 'step']
         """
         return self._metrics.read(self._built.schedule.steps, self.replicas, self.device)
 
@@ -506,14 +460,8 @@ class Pipeline:
             data: an object that knows which batch comes next; saved on every rank that passes it.
             extra: anything else: numbers, texts, tensors, and lists or dicts of these.
             keep: how many saves to keep; by default all.
-            async_save: copy everything now, and write it in the background. The next save and the
-                end of the program wait for it. The next save raises its error, if there was one.
-
-        >>> import tempfile
-        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
-        >>> optimizer = torch.optim.AdamW(pipe.parameters())
-        >>> pipe.save(tempfile.mkdtemp(), optimizer, extra={"epoch": 3}).name
-        '000001-step-0'
+            async_save: copy everything now, and write it in the background; the next save waits for
+                it, and raises its error.
         """
         training = Training(optimizer, scheduler, scaler, data, extra)
         with self._turn:
@@ -559,9 +507,7 @@ class Pipeline:
     ) -> None:
         """Write the model so that ``from_pretrained`` of transformers reads it.
 
-        Every rank calls it, and writes files with its own part; the first one writes the index,
-        and the config if the model has one. Names are those that transformers writes, also where
-        they are not the model's own, as for experts.
+        Every rank calls it, and writes files with its own part.
         """
         with self._turn:
             pretrained.save_pretrained(self._built.held(), folder, max_shard_bytes)
@@ -569,9 +515,8 @@ class Pipeline:
     def reconnect(self) -> None:
         """Make new connections between the same ranks; every rank calls it.
 
-        For errors whose ``recoverable`` says "reconnect": a rank was interrupted, or hung
-        for too long, and all processes are alive. Call ``zero_grad()`` before the next step.
-        Raises a :class:`MismatchError` if the latest step has ended on some ranks only.
+        For errors whose ``recoverable`` says "reconnect". Call ``zero_grad()`` before the next
+        step. Raises a :class:`MismatchError` if the latest step has ended on some ranks only.
         """
         for transport in self._ranks.transports:
             transport.reconnect()
@@ -581,14 +526,7 @@ class Pipeline:
         """Free all but the model: connections to other ranks, and process groups made for them.
 
         A closed pipeline cannot be used; tensors that it has sharded cannot, either. Every rank
-        closes its own, and waits for no other. ``with Pipeline(…) as pipe:`` closes it at the end
-        of the block. Python closes a pipeline once nothing refers to it or its stages any more.
-
-        >>> stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        >>> with Pipeline(stages, microbatches=2, ranks=2) as pipe:
-        ...     output = pipe.eval(torch.ones(4, 2))
-        >>> pipe
-        Pipeline(closed)
+        closes its own, and waits for no other. ``with Pipeline(…) as pipe:`` closes it at the end.
         """
         with self._turn:
             if self._live is not None:

@@ -45,8 +45,9 @@ class Position(NamedTuple):
     random: dict[str, Any]
     """The state of all generators."""
     data: Any
-    """The object with the position in the data, as far as it is known; and its state."""
+    """The object with the position in the data, if it is known."""
     state: Any
+    """The state of this object."""
 
 
 class AnotherStep(BaseException):
@@ -66,16 +67,23 @@ class Preemption:
         self._built: ref[Built] | None = None
         self._data: Any = None
         """The object with the position in the data, of the latest save or load."""
+        self._noting: RemovableHandle | None = None
+        self._forget()
+        _signals.join()
+        self._leave = finalize(pipe, _signals.leave)
+
+    def _forget(self) -> None:
+        """Begin anew: nothing is agreed on or noted."""
         self._agreed = False
         """Whether all ranks know that one of them has received SIGTERM."""
         self._ending = False
         """Whether ``on_preempt`` is running; its own steps do not end the process."""
-        self._position: Position | None = None
         self._waited = False
         """Whether a save has asked for one more step already."""
-        self._noting: RemovableHandle | None = None
-        _signals.join()
-        self._leave = finalize(pipe, _signals.leave)
+        self._position: Position | None = None
+        if self._noting is not None:
+            self._noting.remove()
+        self._noting = None
 
     def listen(self, built: Built) -> None:
         """Let every step ask whether SIGTERM has come."""
@@ -99,13 +107,13 @@ class Preemption:
                 # An optimizer may draw random numbers, too.
                 self._noting = register_optimizer_step_post_hook(self._note)
 
-    def end_if_agreed(self, pipe: Any) -> None:
-        """End this process if SIGTERM has reached any rank, unless gradients wait anywhere."""
-        if (built := self._waiting) is None or not self._agreed:
-            return
-        waits = built.schedule._runner.awaits_update()
-        if not built.ranks.on_any_rank(waits, "whether to end"):
-            self._end(pipe, built)
+    def _note(self, *_: object) -> None:
+        """Note where training goes on from here; also after each step of an optimizer."""
+        built = None if self._built is None else self._built()
+        if built is not None and not torch.compiler.is_compiling():
+            state = None if self._data is None else copy.deepcopy(self._data.state_dict())
+            random = RandomNumbers(built.held()).state_dict()
+            self._position = Position(random, self._data, state)
 
     def use(self, data: Any) -> None:
         """Note the object with the position in the data."""
@@ -129,31 +137,17 @@ class Preemption:
         elif training.data is not None:
             training.noted["data"] = position.state
 
-    def close(self) -> None:
-        """Stop listening."""
-        self._leave()
-        self._forget()
+    def end_if_agreed(self, pipe: Any) -> None:
+        """End this process if SIGTERM has reached any rank, unless gradients wait anywhere.
 
-    def _note(self, *_: object) -> None:
-        """Note where training goes on from here; also after each step of an optimizer."""
-        built = None if self._built is None else self._built()
-        if built is not None and not torch.compiler.is_compiling():
-            state = None if self._data is None else copy.deepcopy(self._data.state_dict())
-            random = RandomNumbers(built.held()).state_dict()
-            self._position = Position(random, self._data, state)
-
-    def _forget(self) -> None:
-        """Begin anew: nothing is agreed on or noted."""
-        if self._noting is not None:
-            self._noting.remove()
-        self._ending = self._agreed = self._waited = False
-        self._position = self._noting = None
-
-    def _end(self, pipe: Any, built: Built) -> None:
-        """Call ``on_preempt``, wait until it has returned on every rank, and end the process.
-
-        Returns only if training has to go on for one more step.
+        ``on_preempt`` is called, and has returned on every rank. This returns if training has to go
+        on, if only for one more step.
         """
+        if (built := self._waiting) is None or not self._agreed:
+            return
+        waits = built.schedule._runner.awaits_update()
+        if built.ranks.on_any_rank(waits, "whether to end"):
+            return
         self._ending = True
         try:
             self._on_preempt(pipe)
@@ -170,6 +164,11 @@ class Preemption:
                 self._forget()
                 _signals.heard = None
         raise SystemExit(PREEMPTED)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._leave()
+        self._forget()
 
 
 class _Signals:

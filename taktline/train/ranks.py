@@ -6,11 +6,10 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from taktline.transport.local import refuse_inside
 from taktline.transport.one_rank import Alone
 
 PIPELINE = "pp"
-RANK, REPLICA = "rank", "replica"
 _DATA = ("dp", "ddp", "fsdp")
 """The beginnings of names of data-parallel dimensions."""
 
@@ -50,13 +48,13 @@ class Ranks:
         *,
         device: torch.device,
         mesh: DeviceMesh | None = None,
-        own_groups: Groups | None = None,
+        own_groups: Sequence[ProcessGroup] = (),
     ) -> None:
         """``own_groups`` are those of the mesh, if it was made for this pipeline."""
         self.size = size
         self.device = device
         self.mesh = mesh
-        self.own_groups = own_groups or Groups()
+        self._own_groups = own_groups
         names = () if mesh is None else mesh.mesh_dim_names or ()
         self.groups = {} if mesh is None else {name: mesh[name].get_group() for name in names}
         """By the names of the mesh's dimensions."""
@@ -91,38 +89,29 @@ class Ranks:
         """The transport to the other processes of the pipeline."""
         return Alone() if self.group is None else transport_of(self.group, self.device)
 
-    def gathered(self, numbers: Mapping[int, float], what: str) -> dict[int, float]:
-        """The numbers of all processes of this pipeline, on each; no two have the same key."""
-        pairs = [number for pair in numbers.items() for number in pair]
-        rows = share_floats(self.transport, pairs, what, ragged=True)
-        return {
-            int(key): number
-            for row in rows
-            for key, number in zip(row[::2], row[1::2], strict=True)
-        }
-
     def agreed(
         self,
         error: TaktlineError | None,
         what: str,
         numbers: Callable[[str], Sequence[int]],
         difference: Callable[[str, Transport, list[list[int]]], str | None],
+        kind: type[TaktlineError] = MismatchError,
     ) -> TaktlineError | None:
-        """The error of any process of any replica, the same on all of them, which all take part.
+        """Returns the same error on every process of every replica; all of them call this.
 
         Processes along each dimension of the mesh share ``numbers(noun)``, where the noun is that
-        of such a process, RANK or REPLICA for example. ``difference(noun, transport, rows)`` says
+        of such a process, "rank" or "replica". ``difference(noun, transport, rows)`` says
         why the rows of all do not fit together.
         """
         for name, transport in zip((PIPELINE, *self._others), self.everyone, strict=True):
-            noun = RANK if name == PIPELINE else f"{name} rank"
-            noun = REPLICA if name in self.data_dims else noun
+            noun = "rank" if name == PIPELINE else f"{name} rank"
+            noun = "replica" if name in self.data_dims else noun
             mine = [int(error is not None), *numbers(noun)]
             rows = transport.exchange(mine, what)
             if any(failed for failed, *_ in rows):
                 error = share_error(transport, error)
             elif text := difference(noun, transport, [row for _, *row in rows]):
-                error = MismatchError(text)
+                error = kind(text)
         return error
 
     def mean_of_replicas(self, loss: torch.Tensor) -> torch.Tensor:
@@ -154,9 +143,13 @@ class Ranks:
 
     def close(self) -> None:
         """End the process groups that were made for this pipeline."""
-        self.own_groups.close()
         if self.group is not None:
             gc.collect()  # wrapped stages and their hooks hold each other, and connections
+        groups, self._own_groups = self._own_groups, ()
+        for group in groups:
+            _end(group)
+        if groups:
+            forget_meshes()
 
     def __str__(self) -> str:
         where = "in one process" if self.in_one_process else "a process each"
@@ -197,7 +190,7 @@ def find_ranks(
     device = device or _device(mesh)
     if device.type != "cpu" and device.index is not None:
         torch.get_device_module(device).set_device(device)
-    own_groups = None
+    own_groups: list[ProcessGroup] = []
     with _connecting():
         if not dist.is_initialized():
             backend = "gloo" if device.type == "cpu" else None
@@ -205,7 +198,9 @@ def find_ranks(
             atexit.register(_leave)
         if mesh is None:
             mesh = _mesh(ranks, data_parallel, device)
-            own_groups = _own_groups(mesh, timeout)
+            own_groups = [each for each in mesh.get_all_groups() if each is not dist.group.WORLD]
+            for group in own_groups:
+                group.set_timeout(timeout or timeout_of(default_group()))
     names = mesh.mesh_dim_names or ()
     if PIPELINE not in names:
         raise MismatchError(
@@ -238,36 +233,20 @@ def _own_store() -> dict[str, Any]:
     return {"store": PrefixStore(f"taktline/{restart}", store), "rank": rank, "world_size": size}
 
 
-def _own_groups(mesh: DeviceMesh, timeout: timedelta | None) -> Groups:
-    """The groups of a mesh that was made here, with our timeout; torch's is half an hour."""
-    own = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
-    limit = timeout or timeout_of(default_group())
-    for group in own:
-        group.set_timeout(limit)
-    return Groups(own)
-
-
 @contextmanager
 def _connecting() -> Iterator[None]:
     """Add advice to the errors of gloo when processes cannot reach each other."""
     try:
         yield
     except RuntimeError as error:
-        refused = "refused" in str(error).lower() or isinstance(error, dist.DistNetworkError)
-        if not refused:
-            raise
-        advice = (
-            "gloo uses the address of this host's name, often 127.0.0.1: set GLOO_SOCKET_IFNAME to "
-            "the network interface that the hosts share, such as eth0"
-        )
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            advice += (
-                ". These processes were restarted: torchrun's shared store still has the addresses "
-                "of the earlier ones, so set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-            )
         text = str(error).splitlines()[0]
+        if "refused" not in text.lower() and not isinstance(error, dist.DistNetworkError):
+            raise
         raise TransportError(
-            f"the processes cannot connect to each other ({text}); {advice}"
+            f"the processes cannot connect to each other ({text}); gloo uses the address of this "
+            "host's name, often 127.0.0.1: set GLOO_SOCKET_IFNAME to the network interface that "
+            "the hosts share, such as eth0. For processes that torchrun has restarted, set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: its store has the addresses of the earlier ones"
         ) from error
 
 
@@ -296,16 +275,18 @@ def _mesh(ranks: int | None, data_parallel: str | None, device: torch.device) ->
     """A mesh of all processes: one pipeline, or as many replicas as there is room for."""
     world = dist.get_world_size()
     size = ranks or world
-    if world % size or (size < world and data_parallel is None):
+    if world % size:
         raise MismatchError(
             f"ranks is {ranks}, but the launcher has started {world} processes; start as many, "
             "or leave out ranks"
-            if world % size
-            else f"ranks is {ranks} of {world} processes, so there is room for {world // size} "
+        )
+    if size < world and data_parallel is None:
+        raise MismatchError(
+            f"ranks is {ranks} of {world} processes, so there is room for {world // size} "
             'replicas of the pipeline: pass data_parallel="ddp" or "fsdp", or leave out ranks'
         )
     shape = (size, world // size) if data_parallel is not None else (size,)
-    end_unused()
+    forget_meshes()
     return init_device_mesh(device.type, shape, mesh_dim_names=(PIPELINE, "dp")[: len(shape)])
 
 
@@ -321,51 +302,21 @@ _abort = private(
 )
 
 
-class Groups:
-    """Process groups that live as long as any of their users, unless they are closed before.
-
-    DTensor caches meshes, and uses a cached one for every mesh that equals it. So all ranks must
-    have the same in their caches. But Python collects a pipeline on one rank sooner than on
-    another, and on any thread. So its groups end in calls that all ranks make: when it is closed,
-    or when the next pipeline is made.
-    """
-
-    def __init__(self, groups: Iterable[ProcessGroup] = ()) -> None:
-        self._end = finalize(self, _unused.extend, tuple(groups))
-        self._end.atexit = False  # at exit, all groups of the process end anyway
-
-    def keep_for(self, *users: object) -> None:
-        """Keep the groups alive for stages and schedules, which may outlive their pipeline."""
-        for user in users:
-            _kept[user] = self
-
-    def close(self) -> None:
-        """End the groups now, on every rank."""
-        self._end()
-        end_unused()
+def _end(group: ProcessGroup) -> None:
+    Distributed.forget(group)
+    with suppress(ValueError):  # the program has ended all groups itself
+        if "nccl" in dist.get_backend_config(group):
+            # Abort once its work is done: to destroy it, nccl would wait for the other ranks.
+            torch.cuda.synchronize()
+            _abort(group)
+        else:
+            dist.destroy_process_group(group)
 
 
-_kept: WeakKeyDictionary[object, Groups] = WeakKeyDictionary()
-_unused: list[ProcessGroup] = []
-
-
-def end_unused() -> None:
-    """End the groups of pipelines that are gone; every rank calls it at the same place."""
-    gc.collect()
-    while _unused:
-        group = _unused.pop()
-        Distributed.forget(group)
-        with suppress(ValueError):  # the program has ended all groups itself
-            if "nccl" in dist.get_backend_config(group):
-                # Abort once its work is done: to destroy it, nccl would wait for the other ranks.
-                torch.cuda.synchronize()
-                _abort(group)
-            else:
-                dist.destroy_process_group(group)
+def forget_meshes() -> None:
+    """Let DTensor forget all meshes: it uses them for others that equal them, on each rank."""
     if "torch.distributed.tensor" in sys.modules:
         what = "a DTensor of a second pipeline"
-        private("torch.distributed.tensor.debug._clear_sharding_prop_cache", what, _do_nothing)()
-
-
-def _do_nothing() -> None:
-    pass
+        forget = private("torch.distributed.tensor.debug._clear_sharding_prop_cache", what, None)
+        if forget is not None:
+            forget()

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -19,9 +19,8 @@ from taktline.device import keep_generators
 from taktline.errors import UseError
 from taktline.plan import Kind, Plan
 from taktline.side_values import collect_losses
-from taktline.stage.names import named_buffers, named_modules, named_parameters, unchanged
+from taktline.stage.names import named_modules, unchanged
 from taktline.train.build import Built
-from taktline.train.loader import broadcast
 from taktline.train.parameters import gathered_state
 from taktline.train.steps import in_mode, of_model, run
 from taktline.transport.exchange import share_values
@@ -34,24 +33,13 @@ _ENDLESS = sys.float_info.max
 _PHASES = {
     "forward": "the output of {}",
     "loss": "the loss",
-    "backward": "the gradient of the output of {}",
     "gradient": "the gradient of the parameter {}",
 }
-_RANDOM = (
-    "the plain model itself returns another value each time: it is random, or it remembers calls"
-)
 _MEAN = (
     "the mean of loss_fn over micro-batches is not its value for the batch: make it a mean over "
     "rows, or pass loss_weights"
 )
-_DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+_DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +47,7 @@ class Difference:
     """The first tensor that differs between a pipeline and the plain model."""
 
     within: str
-    """The phase: "forward", "loss", "backward" or "gradient"."""
+    """The phase: "forward", "loss" or "gradient"."""
     place: int
     """In the order in which the plain model computes."""
     microbatch: int
@@ -139,7 +127,7 @@ def verify(
         built.schedule.steps, runner.stepped_at = before, stepped_at  # this is no training step
         for stage, recorded in forwards.items():
             order = [part for part in _forward_order(built.plan, stage) if part < len(recorded)]
-            found.forwards(stage, dict(sorted(zip(order, recorded, strict=True))))
+            found.outputs(stage, dict(sorted(zip(order, recorded, strict=True))))
         if loss is not None:
             where = (0, -1, built.plan.stages - 1, "")
             found.compare("loss", where, loss.detach(), found.loss.detach(), _MEAN)
@@ -157,13 +145,10 @@ def _forward_order(plan: Plan, stage: int) -> list[int]:
 def _copy_of(model: nn.Module, built: Built) -> nn.Module:
     """The plain model with the pipeline's values, on every rank."""
     require_instance("model", model, nn.Module)
-    ranks = built.ranks
-    values = gathered_state(built.model, ranks)
-    if ranks.group is not None:
-        values = broadcast(values, ranks.group, ranks.device, 0, "verify()")
-    plain = copy.deepcopy(model)
+    device, plain = built.ranks.device, copy.deepcopy(model)
+    values = gathered_state(built.model, built.ranks, everywhere=True)
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    plain = plain.to_empty(device=ranks.device) if is_meta else plain.to(ranks.device)
+    plain = plain.to_empty(device=device) if is_meta else plain.to(device)
     try:
         missing, unknown = plain.load_state_dict(values, strict=False)
     except RuntimeError as error:
@@ -181,50 +166,29 @@ def _copy_of(model: nn.Module, built: Built) -> nn.Module:
 
 
 def _same_modules(built: Built, stage: int, plain: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a stage that are whole: with the same contents as in the model."""
+    """The modules of a stage that are whole: with the same modules inside as in the model."""
     theirs, found = named_modules(plain), dict[str, nn.Module]()
     for name, module in named_modules(built.model.modules[stage]).items():
         in_model = built.model.name(stage, name).removesuffix(".")
-        if in_model in theirs and _contents(module) == _contents(theirs[in_model]):
+        if in_model in theirs and list(named_modules(module)) == [*named_modules(theirs[in_model])]:
             found[in_model] = module
     return found
 
 
-def _contents(module: nn.Module) -> list[list[str]]:
-    """The names in a module; classes may differ, as those of a cut model do."""
-    parts = named_modules(module), named_parameters(module), named_buffers(module)
-    return [list(names) for names in parts]
-
-
 def _merged(built: Built, found: _Comparison) -> Verification:
-    """The result of all ranks, on each of them."""
-    first = None if found.first is None else asdict(found.first)
-    numbers = dict.fromkeys(("place", "microbatch", "stage"), int)
-    texts = dict.fromkeys(("within", "name", "advice"), str)
-    shape = (int, Either(None, {**numbers, **texts, "error": float}))
+    """Combine the results of all ranks; each rank gets the same."""
+    first = None if found.first is None else astuple(found.first)
+    shape = (int, Either(None, (str, int, int, int, str, float, str)))
     results = share_values(
         built.ranks.transport, (found.compared, first), shape, "verify()", what="the differences"
     )
-    differences = [Difference(**each) for _, each in results if each is not None]
+    differences = [Difference(*each) for _, each in results if each is not None]
     compared = sum(count for count, _ in results)
     return Verification(compared, min(differences, key=Difference.order, default=None))
 
 
-@dataclass(slots=True)
-class _Recorded:
-    """A tensor, and the gradient that has reached it."""
-
-    value: torch.Tensor
-    gradient: torch.Tensor | None = None
-
-    def keep_gradient(self, gradient: torch.Tensor) -> None:
-        """Keep the first gradient: both halves of a split backward may call this."""
-        if self.gradient is None:
-            self.gradient = gradient.detach().clone()
-
-
-_Forward: TypeAlias = dict[tuple[str, int, int], _Recorded]
-"""By module, its call within the forward, and the tensor in its output; in that order."""
+_Forward: TypeAlias = dict[tuple[str, int, int], torch.Tensor]
+"""Outputs by module, its call within the forward, and the place in its output; in that order."""
 
 
 @contextmanager
@@ -246,17 +210,13 @@ def _recording(root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[li
 
     def hook(name: str) -> Callable[..., None]:
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            if not inside[0]:
-                return
-            # Other classes of tensors are placeholders for values that a stage does not have.
-            tensors = [leaf for leaf in pytree.tree_leaves(output) if type(leaf) is torch.Tensor]
-            for place, tensor in enumerate(tensors):
-                # A copy, as the next module may change it in place.
-                entry = _Recorded(tensor.detach().clone())
-                forwards[-1][name, counts[name], place] = entry
-                if tensor.requires_grad:
-                    tensor.register_hook(entry.keep_gradient)
-            counts[name] += 1
+            if inside[0]:
+                # Other classes of tensors are placeholders for values that a stage does not have.
+                tensors = [x for x in pytree.tree_leaves(output) if type(x) is torch.Tensor]
+                for place, tensor in enumerate(tensors):
+                    # A copy, as the next module may change it in place.
+                    forwards[-1][name, counts[name], place] = tensor.detach().clone()
+                counts[name] += 1
 
         return record
 
@@ -277,37 +237,23 @@ class _Comparison:
         self._tolerance = tolerance
         self.first: Difference | None = None
         self.compared = 0
-        modules = named_modules(model)
-        with _recording(model, modules) as forwards:
+        with _recording(model, named_modules(model)) as forwards:
             self.loss = _loss(model, loss_fn, batch)
             self.loss.backward()
-            with torch.no_grad():
-                _loss(model, loss_fn, batch)
-        self._expected, again = forwards
-        self._random = {
-            call
-            for call, entry in self._expected.items()
-            if call not in again or not torch.equal(entry.value, again[call].value)
-        }
+        self._expected = forwards[0]
         named = list(model.named_parameters(remove_duplicate=False))
         self._gradients = {name: (place, p.grad) for place, (name, p) in enumerate(named)}
         gradients = [p.grad for _, p in named if p.grad is not None]
         self._largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
 
-    def forwards(self, stage: int, by_microbatch: Mapping[int, _Forward]) -> None:
-        """Compare the outputs of a stage's modules, and the gradients that reach these outputs."""
+    def outputs(self, stage: int, by_microbatch: Mapping[int, _Forward]) -> None:
+        """Compare the outputs of a stage's modules."""
         for place, (call, whole) in enumerate(self._expected.items()):
             found = {m: forward[call] for m, forward in by_microbatch.items() if call in forward}
-            rows = _rows(whole, [entry.value for entry in found.values()])
-            advice = _RANDOM if call in self._random else ""
-            for (microbatch, entry), wanted in zip(found.items(), rows, strict=False):
-                where = (microbatch, stage, call[0])
-                self.compare("forward", (place, *where), entry.value, wanted.value, advice)
-                if wanted.gradient is not None:
-                    none = torch.zeros_like(wanted.gradient)
-                    gradient = none if entry.gradient is None else entry.gradient
-                    last = len(self._expected) - place
-                    self.compare("backward", (last, *where), gradient, wanted.gradient)
+            rows = _rows(whole, list(found.values()))
+            for (microbatch, output), expected in zip(found.items(), rows, strict=False):
+                where = (place, microbatch, stage, call[0])
+                self.compare("forward", where, output, expected)
 
     def parameter(self, stage: int, name: str, parameter: nn.Parameter) -> None:
         """Compare the sum of a parameter's gradients over the micro-batches."""
@@ -317,7 +263,7 @@ class _Comparison:
         zeros = torch.zeros_like(parameter)
         found = zeros if parameter.grad is None else parameter.grad
         wanted = zeros if expected is None else expected
-        where = (-place, -1, stage, name)
+        where = (-place, -1, stage, name)  # the backward reaches the last one first
         self.compare("gradient", where, found, wanted, least=1e-3 * self._largest)
 
     def compare(
@@ -354,22 +300,16 @@ def _loss(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
     return loss + sum(added)
 
 
-def _rows(whole: _Recorded, parts: Sequence[torch.Tensor]) -> list[_Recorded]:
+def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The rows of each micro-batch in a tensor of the plain model; none if they do not match."""
-    shape = whole.value.shape
-    if all(part.shape == shape for part in parts):
-        # Not cut: its gradient is the sum of those in all micro-batches.
-        return [_Recorded(whole.value)] * len(parts)
-    if any(part.dim() != len(shape) for part in parts):
+    if all(part.shape == whole.shape for part in parts):
+        return [whole] * len(parts)  # not cut
+    if any(part.dim() != whole.dim() for part in parts):
         return []
-    cut = {dim for part in parts for dim in range(len(shape)) if part.shape[dim] != shape[dim]}
+    cut = {d for part in parts for d in range(whole.dim()) if part.shape[d] != whole.shape[d]}
     dim = min(cut)
     sizes = [part.shape[dim] for part in parts]
-    if len(cut) > 1 or sum(sizes) != shape[dim]:
-        return []
-    values, gradient = whole.value.split(sizes, dim), whole.gradient
-    gradients = [None] * len(parts) if gradient is None else gradient.split(sizes, dim)
-    return list(map(_Recorded, values, gradients))
+    return whole.split(sizes, dim) if len(cut) == 1 and sum(sizes) == whole.shape[dim] else []
 
 
 def _cloned(batch: Any) -> Any:

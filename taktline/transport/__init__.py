@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from taktline.transport import local
 from taktline.transport.base import Channel, Handle, Post, Transport
+from taktline.transport.codec import register_container
 from taktline.transport.communicators import default_group
-from taktline.transport.containers import register_container
 from taktline.transport.distributed import Distributed
 from taktline.transport.one_rank import Alone
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from errno import ECONNABORTED, ECONNRESET
 from functools import partial
 from weakref import WeakKeyDictionary, ref
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from taktline.errors import StageError, TaktlineError, TransportError, text_of
-from taktline.transport.all_gather import AllGather
+from taktline.transport.all_gather import AllGather, agreed, framed
 from taktline.transport.base import Channel, Post
 from taktline.transport.communicators import (
     Communicator,
@@ -23,12 +24,9 @@ from taktline.transport.communicators import (
     symptoms_of,
     timeout_of,
 )
-from taktline.transport.connect import PeerFailure, connect, was_cut_off
-from taktline.transport.control_plane import Plane
+from taktline.transport.control_plane import PeerFailure, Plane
 from taktline.transport.exchange import written
-from taktline.transport.frames import agreed, framed
 from taktline.transport.lanes import Lane
-from taktline.transport.posts import Posts
 from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
 
 _CPU = torch.device("cpu")
@@ -49,6 +47,15 @@ _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, Distributed]] = WeakKeyDi
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many transports this process has made for a group; all processes make equally many."""
+
+
+def _was_cut_off(error: BaseException | None) -> bool:
+    """Whether a connection has broken by itself: its other end has not hung up."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (ECONNRESET, ECONNABORTED):
+            return True
+        error = error.__cause__
+    return False
 
 
 class Distributed:
@@ -83,16 +90,12 @@ class Distributed:
         self._has_lanes = self._backend == "gloo" if lanes is None else lanes
         self._connections: dict[Channel, Lane | Communicator] = {}
         self._all_gather: AllGather | None = None
-        self.posts: Posts | None = None
-        """For steps without an exchange, once a schedule has :meth:`run_ahead`."""
-        self._generation = 0
-        """How often connections were made; the same on every rank."""
         _made[group] = _made.get(group, 0) + 1
         # Restarted processes may find the addresses of their forerunners in the same store.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = PrefixStore(f"taktline/{restart}/{_made[group]}", group.get_group_store())
-        self._place = f"{self.processes}/{name_of(group)}/{device.type}/{_made[group]}"
-        self._member = Member(self.processes, self._place, self._leave)
+        name = f"{self.processes}/{name_of(group)}/{device.type}/{_made[group]}"
+        self._member = Member(self.processes, name, self._leave)
         self.plane.join(self._member)
 
     @classmethod
@@ -118,7 +121,7 @@ class Distributed:
         for connection in self._connections.values():
             if isinstance(connection, Lane):
                 connection.shut()  # which ends its threads
-        self._all_gather, self._connections, self.posts = None, {}, None
+        self._all_gather, self._connections = None, {}
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -153,20 +156,20 @@ class Distributed:
             return None
         timed_out, lost = symptoms_of(error)
         if lost and not timed_out:
-            self._member.told.wait(_FOREIGN_NEWS_SECONDS)
+            self._member.heard.wait(_FOREIGN_NEWS_SECONDS)
         if self.verdict is None and not timed_out:
             return None
         return self.first_cause((), "a collective", timed_out=timed_out)
 
-    def entangle(self, error: BaseException) -> None:
+    def mark(self, error: BaseException) -> None:
         """Mark an error as one that needs a restart if pipelines share their work."""
-        if self.plane.entangled and isinstance(error, TaktlineError):
+        if self.plane.in_company and isinstance(error, TaktlineError):
             error.recoverable = "restart"
 
     def _error(self, verdict: Verdict) -> TaktlineError:
         """The error to raise for a verdict."""
         error = verdict.error(self.processes)
-        self.entangle(error)
+        self.mark(error)
         return error
 
     def reconnect(self) -> None:
@@ -174,9 +177,8 @@ class Distributed:
         if gone := [process for process in self.processes if process in self.plane.news.gone]:
             raise Verdict(Cause.LOST, gone[0]).error(self.processes)
         self.plane.leave(self._member)
-        self._member = Member(self.processes, self._place, self._leave)
-        self.plane.join(self._member, again=True)
         self._disconnect()
+        self.plane.join(self._member)
         self.exchange([], "reconnect()")
 
     def _leave(self, verdict: Verdict) -> None:
@@ -204,13 +206,13 @@ class Distributed:
         if self._all_gather is None:
             seconds = self.timeout.total_seconds()
             try:
-                made = AllGather(self.plane, self._member, self._place, self.rank, seconds)
-                self._all_gather = made  # before its first wait, so that a verdict ends that, too
-                mine = framed([self._generation + 1], "connecting")
-                self._generation = max(frame.numbers[0] for frame in made.exchange(mine))
+                self.plane.meet(self._member, seconds)
+                self._all_gather = AllGather(self.plane, self._member, self.rank, seconds)
             except PeerFailure as failure:
                 what = _COMING if failure.timed_out else "connecting"
                 raise self._lost(failure, what) from failure
+            if self.verdict is not None:  # it has come meanwhile
+                raise self._error(self.verdict)
         return self._all_gather
 
     def open(self, channels: Sequence[Channel]) -> None:
@@ -229,21 +231,18 @@ class Distributed:
         """Connect this rank and another one by lanes, for every channel between them."""
         ends = ends_of(channel)
         peer, seconds = sum(ends) - self.rank, self.timeout.total_seconds()
-        processes, other = [self.processes[end] for end in ends], self.processes[peer]
+        process = self.processes[peer]
 
         def lost(timed_out: bool) -> TaktlineError:
             what = f"messages between rank {self.rank} and rank {peer}"
-            return self.first_cause([other], what, timed_out=timed_out)
+            return self.first_cause([process], what, timed_out=timed_out)
 
-        place = f"{self._place}/{ends}/{self._generation}"
-        try:
-            found = connect(
-                self.plane, self._member, processes, place, seconds, peers=[other], kinds=2
-            )
-        except PeerFailure as failure:
-            raise lost(failure.timed_out) from failure
-        for gradients, connection in zip((False, True), found[other], strict=True):
-            lane = Lane(connection, seconds, lost)
+        for gradients in (False, True):
+            try:
+                found = self.plane.connect(self._member, process, f"lane {gradients}", seconds)
+            except PeerFailure as failure:
+                raise lost(failure.timed_out) from failure
+            lane = Lane(found, seconds, lost)
             for sender, receiver in (ends, ends[::-1]):
                 self._connections[Channel(sender, receiver, gradients)] = lane
 
@@ -251,7 +250,7 @@ class Distributed:
         """The communicator of a channel, made by both of its ranks."""
         if self.verdict is not None:
             raise self._error(self.verdict)
-        store = PrefixStore(f"{channel}/{self._generation}", self._store)
+        store = PrefixStore(f"{channel}/{self._member.meeting}", self._store)
         peer = sum(ends_of(channel)) - self.rank
         return Communicator.connect(
             self._backend,
@@ -282,28 +281,12 @@ class Distributed:
     ) -> list[list[int]]:
         """Return the numbers of every rank; all ranks take part."""
         all_gather = self._met()
-        if self.posts is not None:
-            self.posts.before_exchange(what)
         try:
             frames = all_gather.exchange(framed(numbers, what))
         except PeerFailure as failure:
             raise self._lost(failure, what) from failure
         agreed(frames, ragged=ragged)
         return [frame.numbers for frame in frames]
-
-    def run_ahead(self) -> None:
-        """Let ranks post what they did in steps without an exchange; all ranks call this."""
-        self._met()
-        self.posts = self.posts or Posts(self, f"{self._place}/{self._generation}/posts")
-
-    def gather(self, place: str) -> dict[int, str]:
-        """The values that the other ranks have posted at a place, by process."""
-        seconds = self.timeout.total_seconds()
-        found = self.plane.gather(self._member, self.processes, place, seconds)
-        if missing := [p for p in self.processes if p not in found]:
-            timed_out = self.verdict is None and not self.plane.news.gone.keys() & {*missing}
-            raise self.first_cause(missing, "the end of a step", timed_out=timed_out)
-        return found
 
     def _greet(self, channel: Channel) -> None:
         """Send one byte: nccl connects at the first message, and waits for the other end."""
@@ -317,10 +300,10 @@ class Distributed:
         if not timed_out and not lost and self.verdict is None:
             return TransportError(f"rank {self.rank} cannot talk to rank {peer} ({what}): {error}")
         peers = [self.processes[peer]]
-        return self.first_cause(peers, what, timed_out=timed_out, was_cut=was_cut_off(error))
+        return self.first_cause(peers, what, timed_out=timed_out, was_cut=_was_cut_off(error))
 
     def _lost(self, failure: PeerFailure, what: str) -> TaktlineError:
-        timed_out, was_cut = failure.timed_out, was_cut_off(failure)
+        timed_out, was_cut = failure.timed_out, _was_cut_off(failure)
         return self.first_cause(failure.processes, what, timed_out=timed_out, was_cut=was_cut)
 
     def first_cause(
@@ -331,7 +314,7 @@ class Distributed:
         # the others have announced that long ago. A peer that has hung up itself may have been cut
         # off from another one, and announces that first.
         seconds = _NEWS_SECONDS if was_cut else _NEWS_SECONDS + _LATE_NEWS_SECONDS
-        self._member.told.wait(_LATE_NEWS_SECONDS if timed_out else seconds)
+        self._member.heard.wait(_LATE_NEWS_SECONDS if timed_out else seconds)
         if self.verdict is None:
             if timed_out:
                 found = self.plane.stalled(self.processes, awaited, str(what))

@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from taktline.transport.listener import NOWHERE
-from taktline.transport.own_host import hosts_of
+from taktline.transport.sockets import NOWHERE, hosts_of
 
 _CALL_SECONDS = 1.0
 

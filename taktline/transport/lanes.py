@@ -10,9 +10,11 @@ A lane carries one kind of data, both ways, so that activations never wait for g
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,11 +26,12 @@ from weakref import finalize
 import torch
 
 from taktline.transport.base import Handle
-from taktline.transport.connect import events
 
 _SMALL = 1 << 16
 """The most bytes of a small message; the kernel has room for dozens of them."""
 _PIECE = 1 << 16
+_PATIENCE = 300e-6
+"""For so many seconds a wait stays awake: waking a sleeper takes time, here and at the sender."""
 
 Lost: TypeAlias = Callable[[bool], Exception]
 """Returns the error to raise if the other rank is lost, or (True) does not answer in time."""
@@ -104,7 +107,7 @@ class Lane:
 
     def _await(self) -> None:
         """Wait until something arrives."""
-        if not events(self._arrivals, self._seconds):
+        if not _events(self._arrivals, self._seconds):
             raise self._lost(True)
 
     def _read(self) -> None:
@@ -224,3 +227,14 @@ class _Leaving(_Message):
 @lru_cache(64)
 def _array(size: int) -> type[Array[c_char]]:
     return c_char * size
+
+
+def _events(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
+    """The next events on sockets; none once the time is over."""
+    if hasattr(os, "sched_yield"):
+        end = time.perf_counter() + _PATIENCE
+        while time.perf_counter() < end:
+            os.sched_yield()  # the other process may need this core
+            if found := poll.poll(0):
+                return found
+    return poll.poll(seconds * 1000)

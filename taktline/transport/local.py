@@ -17,6 +17,9 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -25,13 +28,13 @@ import torch
 from taktline.checks import known_keywords, require_callable, require_flag, require_whole
 from taktline.errors import DeadlockError, TransportError
 from taktline.text import counted
-from taktline.transport import thread_pool
+from taktline.transport.all_gather import Frame, agreed
 from taktline.transport.base import Channel, Handle, Post, bytes_of
-from taktline.transport.frames import Frame, agreed
-from taktline.transport.thread_state import Random, ThreadState
 
 MOST_RANKS = 1024
 """Of one process: each has a thread."""
+
+_CASTS = ("cpu", "cuda")
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -45,6 +48,10 @@ def run(fn: Callable[[int, *Args], T], ranks: int, *args: *Args, strict: bool = 
     With ``strict`` a send blocks until its receive is posted, as it may over nccl. Random numbers
     belong to the rank: each draws what it would alone, beginning where the caller is (on CUDA, too,
     if that is initialised by now). Ctrl-C ends each rank at its next call of the transport.
+
+    Each rank has a thread of its own, with the caller's modes of gradients, inference and autocast.
+    Blocks of ``torch.device``, modes such as ``FlopCounterMode`` and hooks on saved tensors stay in
+    the caller's thread: enter them in ``fn``.
 
     >>> def share(rank, factor):
     ...     return current().exchange([rank, factor * rank])
@@ -68,6 +75,61 @@ def refuse_inside() -> None:
     """Raise if this is a local rank: it cannot have local ranks of its own."""
     if (here := current()) is not None:
         raise TransportError(f"rank {here.rank} is a local rank and cannot run local ranks itself")
+
+
+@dataclass(frozen=True, slots=True)
+class Random:
+    """The state of the generators of random numbers."""
+
+    on_cpu: torch.Tensor
+    on_cuda: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def now(cls) -> Random:
+        """The current state; that of CUDA only if CUDA is initialised."""
+        on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+        return cls(torch.get_rng_state(), tuple(on_cuda))
+
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        torch.set_rng_state(self.on_cpu)
+        torch.cuda.set_rng_state_all(self.on_cuda)
+
+
+class _ThreadState:
+    """What the caller's thread has set, for the threads of ranks."""
+
+    def __init__(self) -> None:
+        self.random = Random.now()
+        self._context = copy_context()
+        self._threads = torch.get_num_threads()
+        self._inference = torch.is_inference_mode_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._casts = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in _CASTS
+            if torch.is_autocast_enabled(kind)
+        ]
+        self._cached = torch.is_autocast_cache_enabled()
+        # A stream brings its device along.
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def run(self, fn: Callable[[int], T], rank: int) -> T:
+        """Call a function with this state, and with a copy of the context variables."""
+        return self._context.copy().run(self._run, fn, rank)
+
+    def _run(self, fn: Callable[[int], T], rank: int) -> T:
+        # Read before anything runs: in a new thread, some kernels take all cores otherwise.
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cached))
+            return fn(rank)
 
 
 class LocalTransport:
@@ -169,7 +231,6 @@ class LocalTransport:
     def _live(self, fn: Callable[[int], Any], results: list[Any]) -> None:
         self._turn.acquire()
         self._awaited, world, _thread.transport = None, self._world, self
-        threading.current_thread().name = f"rank {self.rank}"
         self.random.restore()
         try:
             self._check_turn()
@@ -180,6 +241,7 @@ class LocalTransport:
                 error.add_note(f"on rank {self.rank} of {counted(self.size, 'local rank')}")
                 world.errors.append(error)
         _thread.transport = None
+        world.pass_on(self.rank)
 
     def __str__(self) -> str:
         doing = self._end if self._awaited is None else f"waits {self._awaited}"
@@ -195,7 +257,7 @@ class _World:
         require_flag("strict", strict)
         refuse_inside()
         self.strict = strict
-        self.thread_state = ThreadState()
+        self.thread_state = _ThreadState()
         # The caller's thread has the baton before the ranks have it, and after them.
         self.caller, *self.ranks = (
             LocalTransport(self, rank, size, self.thread_state.random) for rank in range(-1, size)
@@ -212,9 +274,8 @@ class _World:
         started = 0
         try:
             for rank in self.ranks:
-                thread_pool.start(
-                    partial(rank._live, fn, results), partial(self.pass_on, rank.rank)
-                )
+                name, target = f"rank {rank.rank}", partial(rank._live, fn, results)
+                threading.Thread(target=target, name=name, daemon=True).start()
                 started += 1
         except BaseException as error:
             self.interrupts.append(error)

@@ -7,16 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
-from taktline.errors import (
-    JsonError,
-    LostRankError,
-    MismatchError,
-    StallError,
-    TaktlineError,
-)
+from taktline.errors import LostRankError, StallError, TaktlineError
 from taktline.transport.exchange import restored
+from taktline.transport.sockets import Address, purpose_of
 
 OUTSIDE = "outside of a step"
 """The place of a rank that has finished every exchange in which it took part."""
@@ -33,8 +27,6 @@ class Cause(StrEnum):
     """It has raised an error and left the others behind."""
     STALLED = "stalled"
     """It did not answer in time."""
-    APART = "apart"
-    """It is in another call than others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +49,9 @@ class Verdict:
     """Identifies the verdict, which may arrive several times."""
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Verdict:
-        """The verdict in a value of JSON, whose shape was checked."""
-        if plain["cause"] not in list(Cause):
-            raise JsonError("a verdict", f"nothing is {str(plain['cause'])[:40]!r}")
-        return cls(**{**plain, "cause": Cause(plain["cause"])})
+    def loss(cls, process: int) -> Verdict:
+        """The verdict on a process that has ended: the same on all that notice it."""
+        return cls(Cause.LOST, process, number=-1 - process)
 
     def error(self, group: Sequence[int]) -> TaktlineError:
         """The error to raise in a group of processes; it names the rank among all of them."""
@@ -78,18 +68,17 @@ class Verdict:
         if self.cause == Cause.STALLED:
             text = f"{who} has not answered in time{doing}"
             return StallError(f"{text}\n{self.text}" if self.text else text, peer=self.process)
-        if self.cause == Cause.APART:
-            return MismatchError(self.text)
         if self.cause == Cause.RAISED:
             kind, _, story = self.text.partition(": ")
             text = f"{who} has raised {kind}{doing}, and left the others behind"
-            return LostRankError(f"{text}: {story}" if story else text, peer=self.process)
-        if self.cause == Cause.CUT:
+            text = f"{text}: {story}" if story else text
+        elif self.cause == Cause.CUT:
             text = f"the connection of {self.text} to {who} was reset{doing}, though both live"
             text += "; call reconnect() of the pipeline on every rank, and go on"
-            return LostRankError(text, peer=self.process)
-        text = f"{who} is lost{doing}: its process has ended, or cannot be reached"
-        return LostRankError(f"{text}. Look at its output; restart all ranks", peer=self.process)
+        else:
+            text = f"{who} is lost{doing}: its process has ended, or cannot be reached"
+            text += ". Look at its output; restart all ranks"
+        return LostRankError(text, peer=self.process)
 
 
 class Member:
@@ -97,23 +86,25 @@ class Member:
 
     Args:
         processes: the group.
-        place: where its processes meet; the same text on all of them.
-        leave: called once, on the control thread, to end every wait for the group.
+        name: the same on all of its processes, and on no other group.
+        leave: called once, on any thread, to end every wait for the group.
     """
 
     def __init__(
-        self, processes: Sequence[int], place: str, leave: Callable[[Verdict], None]
+        self, processes: Sequence[int], name: str, leave: Callable[[Verdict], None]
     ) -> None:
         self.processes = list(processes)
-        self.place = place
+        self.place = purpose_of(name).hex()
+        """Where its processes meet."""
         self.leave = leave
         self.verdict: Verdict | None = None
-        self.told = threading.Event()
+        self.heard = threading.Event()
         """Set once there is a verdict."""
-        self.absent: set[int] = set()
-        """The processes that have left the place, and have not come there again yet."""
-
-    def is_concerned(self, verdict: Verdict, source: int) -> bool:
-        """Whether a verdict is about this group, or comes from a process of it."""
-        named = verdict.process in self.processes or source in self.processes
-        return named and source not in self.absent
+        self.meeting = ""
+        """What tells the latest meeting of its processes from all others; the same on each."""
+        self.addresses: dict[int, Address] = {}
+        """Where they are called."""
+        self.met: dict[int, int] = {}
+        """The numbers with which they came to it."""
+        self.past: dict[int, int] | None = None
+        """The number of the latest coming of each, when this process has left; None before."""

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 import torch.distributed as dist
 
 import taktline as tl
-from taktline.checkpoint.folder import latest, saves
+from taktline.checkpoint.saving import latest, saves
 from tests.checkpoint.training import DropLM, Training, pipeline
 from tests.settled import settle
 

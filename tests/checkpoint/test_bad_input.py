@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import taktline as tl
-from taktline.checkpoint.manifest import MANIFEST, sealed
+from taktline.checkpoint.files import MANIFEST, sealed
 from taktline.errors import CheckpointError
 from tests.checkpoint.training import DropLM, Training, mesh_of, pipeline
 from tests.train.models import loss_fn
@@ -60,24 +60,16 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
-def test_a_damaged_file(copied: Path) -> None:
-    flip(copied / "rank-00000.safetensors", -1)
-    refused(copied, "rank-00000.safetensors is damaged, somewhere in bytes 0 to 65,536, where ")
+@pytest.mark.parametrize(("at", "text"), [(-1, "is damaged, somewhere in bytes 0"), (20, "")])
+def test_a_damaged_file(copied: Path, at: int, text: str) -> None:
+    flip(copied / "rank-00000.safetensors", at)
+    refused(copied, f"rank-00000.safetensors {text}".strip())
 
 
-def test_a_damaged_header(copied: Path) -> None:
-    flip(copied / "rank-00000.safetensors", 20)
-    refused(copied, "rank-00000.safetensors")
-
-
-def test_a_damaged_manifest(copied: Path) -> None:
-    text = (copied / MANIFEST).read_text()
-    (copied / MANIFEST).write_text(text.replace('"step": 1', '"step": 2'))
-    refused(copied, "manifest.json is damaged; load an earlier save")
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"crc32": "0", "content": 3}', "\0"])
-def test_no_manifest(copied: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"crc32": "0", "content": 3}', "\0", None])
+def test_a_damaged_manifest(copied: Path, text: str | None) -> None:
+    if text is None:
+        text = (copied / MANIFEST).read_text().replace('"step": 1', '"step": 2')
     (copied / MANIFEST).write_text(text)
     refused(copied, "manifest.json")
 
@@ -91,22 +83,51 @@ def test_a_file_that_is_cut_off_or_missing(copied: Path) -> None:
     refused(copied, "rank-00000.safetensors is missing")
 
 
-def test_a_file_outside_of_the_folder(copied: Path) -> None:
-    outside = f"../{copied.name}/rank-00000.safetensors"
-
-    def moved(content: dict[str, Any]) -> None:
-        content["files"] = {outside: content["files"].popitem()[1]}
-
-    edited(copied, moved)
-    refused(copied, "rank-00000.safetensors is missing")
+def outside(content: dict[str, Any]) -> None:
+    content["files"] = {"../0/rank-00000.safetensors": content["files"].popitem()[1]}
 
 
-def test_a_file_that_the_manifest_does_not_list(copied: Path) -> None:
-    def moved(content: dict[str, Any]) -> None:
-        content["tensors"]["model/embed.weight"]["pieces"][0]["file"] = "../other"
+def elsewhere(content: dict[str, Any]) -> None:
+    content["tensors"]["model/embed.weight"]["pieces"][0]["file"] = "../other"
 
-    edited(copied, moved)
-    refused(copied, "model/embed.weight is in '../other', which the manifest does not list")
+
+def twice(content: dict[str, Any]) -> None:
+    """As many elements as there should be, but not all of them."""
+    pieces = content["tensors"]["model/blocks.0.wide.bias"]["pieces"]
+    pieces[0] = {**pieces[0], "start": [8]}
+    pieces.append(dict(pieces[0]))
+
+
+def strange(content: dict[str, Any]) -> None:
+    content["values"]["random/0"]["python"] = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (outside, "rank-00000.safetensors is missing"),
+        (elsewhere, "model/embed.weight is in '../other', which the manifest does not list"),
+        (twice, "lacks a part of model/blocks.0.wide.bias"),
+        (strange, "cannot load"),
+        (lambda content: content.update(step=-1), "the step is -1, not a number of steps"),
+        (lambda content: content.update(step=2**60), "not a number of steps"),
+        (
+            lambda content: content.update(version=2, whatever=[]),
+            "has version 2 of the format, and this Taktline reads up to 1",
+        ),
+    ],
+)
+def test_an_edited_manifest(copied: Path, change: Any, text: str) -> None:
+    edited(copied, change)
+    refused(copied, text)
+
+
+@pytest.mark.parametrize("step", [-1, 2**60])
+def test_a_step_that_cannot_be_saved(tmp_path: Path, step: int) -> None:
+    pipe = pipeline(2, ranks=2)
+    pipe.schedules[0].steps = step
+    with pytest.raises(tl.TaktlineError, match="steps must be a whole number from 0"):
+        pipe.save(tmp_path)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "rank-00000.safetensors"])
@@ -125,38 +146,8 @@ def test_what_is_no_regular_file_is_not_opened(copied: Path, name: str, kind: st
             file.mkdir()
         else:
             file.symlink_to("/dev/zero")
-        refused(copied, f"{name} is not a regular file")
+        refused(copied, "not a regular file")
         assert tl.checkpoint.latest(copied.parent) is None
-
-
-@pytest.mark.parametrize("step", [-1, 2**60])
-def test_a_step_that_is_no_number_of_steps(copied: Path, step: int) -> None:
-    edited(copied, lambda content: content.update(step=step))
-    refused(copied, f"the step is {step}, not a number of steps")
-    pipe = pipeline(2, ranks=2)
-    pipe.schedules[0].steps = step
-    with pytest.raises(tl.TaktlineError, match="steps must be a whole number from 0"):
-        pipe.save(copied.parent)
-
-
-def test_pieces_that_are_not_the_whole(copied: Path) -> None:
-    """As many elements as there should be, but not all of them."""
-
-    def twice(content: dict[str, Any]) -> None:
-        pieces = content["tensors"]["model/blocks.0.wide.bias"]["pieces"]
-        pieces[0] = {**pieces[0], "start": [8]}
-        pieces.append(dict(pieces[0]))
-
-    edited(copied, twice)
-    refused(copied, "lacks a part of model/blocks.0.wide.bias")
-
-
-def test_random_numbers_that_no_generator_takes(copied: Path) -> None:
-    def spoilt(content: dict[str, Any]) -> None:
-        content["values"]["random/0"]["python"] = 3
-
-    edited(copied, spoilt)
-    refused(copied, "has random numbers that no generator takes")
 
 
 def test_state_that_an_optimizer_refuses(copied: Path) -> None:
@@ -176,11 +167,6 @@ def test_state_that_an_optimizer_refuses(copied: Path) -> None:
     assert all(map(torch.equal, training.state(), before))
     assert training.optimizer.state_dict() == optimizer
     assert training.run(1)
-
-
-def test_a_newer_version(copied: Path) -> None:
-    edited(copied, lambda content: content.update(version=2, whatever=[]))
-    refused(copied, "has version 2 of the format, and this Taktline reads up to 1")
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
@@ -215,16 +201,12 @@ def test_another_shape_and_type(saved: Path) -> None:
 
 def test_another_optimizer(saved: Path) -> None:
     pipe = pipeline(2, ranks=2)
-    with pytest.raises(
-        CheckpointError, match=r"state of torch\.AdamW.*this optimizer is torch\.SGD"
-    ):
+    with pytest.raises(CheckpointError, match=r"state of torch\.AdamW.*optimizer 0 is torch\.SGD"):
         pipe.load(saved, torch.optim.SGD(pipe.parameters()))
-    with pytest.raises(
-        CheckpointError, match="are in one group of this optimizer, and were in two"
-    ):
+    with pytest.raises(CheckpointError, match="are in one group of this optimizer, and were"):
         pipe.load(saved, torch.optim.AdamW(pipe.parameters()))
     two = [torch.optim.AdamW(pipe.parameters()) for _ in range(2)]
-    with pytest.raises(CheckpointError, match="were in two"):
+    with pytest.raises(CheckpointError, match="in none or in two"):
         pipe.load(saved, two)
     pipe.load(saved)
 
@@ -233,7 +215,7 @@ def test_what_was_not_saved(tmp_path: Path) -> None:
     pipe = pipeline(2, ranks=2)
     saved = pipe.save(tmp_path)
     training = Training(pipe)
-    with pytest.raises(CheckpointError, match="there is none for optimizer 0"):
+    with pytest.raises(CheckpointError, match="the state of no optimizer, and optimizer 0"):
         pipe.load(saved, training.optimizer)
     with pytest.raises(CheckpointError, match=r"was saved without data=…"):
         pipe.load(saved, data=training.data)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import taktline as tl
-from taktline.checkpoint import tensor_file
+from taktline.checkpoint import files
 from taktline.sharding import local
 from tests.checkpoint.training import mesh_of
 from tests.workers import Workers
@@ -50,7 +50,7 @@ def bytes_read(rank: int, group: Any, folder: str, shape: Any, way: Any) -> tupl
         return zlib.crc32(data, value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_file, "zlib", SimpleNamespace(crc32=counted))
+        patch.setattr(files, "zlib", SimpleNamespace(crc32=counted))
         pipe.load(folder, optimizer)
     # A parameter, and two tensors of that size in AdamW.
     return read, 3 * sum(local(each.detach()).nbytes for each in pipe.parameters())

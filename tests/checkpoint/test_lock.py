@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from taktline.checkpoint import folder as folders
 from taktline.checkpoint import saving
-from taktline.checkpoint.folder import LOCK, FolderLock
+from taktline.checkpoint.saving import LOCK, lock
 from taktline.errors import CheckpointError
 from tests.checkpoint.training import Training, mesh_of, pipeline
 from tests.workers import Workers
@@ -21,8 +21,9 @@ from tests.workers import Workers
 HOLDER = """
 import sys, time
 from pathlib import Path
-from taktline.checkpoint import folder
-held = folder.begin(Path(sys.argv[1]), 7)
+from taktline.checkpoint.saving import lock
+held = lock(Path(sys.argv[1]))
+Path(sys.argv[1], ".000002-step-7.saving").mkdir()
 print("holds", flush=True)
 time.sleep(600)
 """
@@ -58,29 +59,23 @@ def test_another_job_is_named_until_it_has_ended(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_was_released_is_not_held(tmp_path: Path) -> None:
-    first = FolderLock(tmp_path)
+    first = lock(tmp_path)
     with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
-        FolderLock(tmp_path)
-    first.release()
-    first.release()
-    FolderLock(tmp_path).release()
-
-
-def test_who_holds_it_may_not_be_written_yet(tmp_path: Path) -> None:
-    held = FolderLock(tmp_path)
+        lock(tmp_path)
     (tmp_path / LOCK).write_text("")
     with pytest.raises(CheckpointError, match="a process that has begun just now"):
-        FolderLock(tmp_path)
-    held.release()
+        lock(tmp_path)
+    first.close()
+    lock(tmp_path).close()
 
 
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def flock(*_: object) -> None:
-        raise OSError(folders.errno.ENOLCK, "No locks available")
+        raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(folders.fcntl, "flock", flock)
+    monkeypatch.setattr(saving.fcntl, "flock", flock)
     saved = Training(pipeline(2, ranks=2)).save(tmp_path)
     assert saved.is_dir()
     assert "cannot be locked: No locks available" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,20 +36,17 @@ def test_names_without_aliases_stay_apart(tables: list[dict[str, str]]) -> None:
         assert table.get(name, name) in groups[name]
 
 
-def test_stages_with_one_name_for_different_parameters() -> None:
-    stages: dict[int, nn.Module] = {0: nn.Linear(2, 2), 1: nn.Linear(2, 2)}
-    for uses in (None, uses_in(stages)):
-        state = ModelState.of_stages(stages, uses)
-        assert state.names == ["0.weight", "0.bias", "1.weight", "1.bias"]
-
-
-def test_stages_whose_names_differ() -> None:
-    stages: dict[int, nn.Module] = {
+@pytest.mark.parametrize("alone", [True, False])
+def test_names_of_stages(alone: bool) -> None:
+    same: dict[int, nn.Module] = {0: nn.Linear(2, 2), 1: nn.Linear(2, 2)}
+    names = ModelState.of_stages(same, uses_in(same, alone=alone)).names
+    assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    other: dict[int, nn.Module] = {
         0: nn.Sequential(nn.Linear(2, 2)),
         1: nn.Linear(2, 2, bias=False),
     }
-    for uses in (None, uses_in(stages)):
-        assert ModelState.of_stages(stages, uses).names == ["0.weight", "0.bias", "weight"]
+    names = ModelState.of_stages(other, uses_in(other, alone=alone)).names
+    assert names == ["0.weight", "0.bias", "weight"]
 
 
 def test_stages_with_one_name_for_a_tied_parameter() -> None:

@@ -11,9 +11,9 @@ import torch
 
 import taktline as tl
 from taktline.checkpoint import pretrained
+from taktline.checkpoint.files import TensorFile
 from taktline.checkpoint.model_state import HeldModel, ModelState, state_of
-from taktline.checkpoint.pretrained import Conversions, PretrainedFiles
-from taktline.checkpoint.tensor_file import TensorFile
+from taktline.checkpoint.pretrained import PretrainedFiles, conversions_of
 from taktline.errors import CheckpointError, PartitionError, StateError
 from tests.checkpoint.training import mesh_of
 from tests.workers import Workers
@@ -58,7 +58,7 @@ def test_files_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     tied = {id(value): read[each] for each, value in state_of(model).items() if each in read}
     for each, value in state_of(model).items():
         assert torch.equal(tied[id(value)], value), each
-    state = ModelState({0: model}, list(model.state_dict()), conversions=Conversions.of(model))
+    state = ModelState({0: model}, list(model.state_dict()), conversions=conversions_of(model))
     pretrained.save_pretrained(HeldModel(state), tmp_path / "mine", 20_000)
     require_same(stored(tmp_path / "mine"), stored(tmp_path / "theirs"))
 

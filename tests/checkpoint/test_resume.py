@@ -37,37 +37,19 @@ def test_the_same_layout_goes_on_to_the_last_bit(
         assert torch.equal(mine, other)
 
 
-def test_a_chain_of_layouts(tmp_path: Path) -> None:
-    expected = Training(pipeline(4, ranks=4, dropout=0.0)).run(10)
-    found: list[float] = []
-    chain: list[Any] = [
-        lambda: pipeline(4, ranks=4, dropout=0.0),
-        lambda: pipeline(2, ranks=2, dropout=0.0),
-        lambda: pipeline(8, "zbv", ranks=4, dropout=0.0),
-        lambda: DropLM(0.0),
-        lambda: pipeline(4, ranks=4, dropout=0.0),
-    ]
-    last: Training | None = None
-    for make in chain:
-        training = Training(make())
-        if last is not None and isinstance(last.pipe, tl.Pipeline):
-            assert training.load(tmp_path).step == len(found)
-        elif last is not None:
-            assert isinstance(last.pipe, nn.Module)
-            plain = tl.Pipeline(last.pipe, microbatches=4, loss_fn=nn.functional.mse_loss)
-            plain.schedules[0].steps = len(found)
-            plain.save(tmp_path, last.optimizer, scheduler=last.schedulers, data=last.data)
-            training.load(tmp_path)
-        found += training.run(2)
-        if isinstance(training.pipe, tl.Pipeline):
-            training.save(tmp_path)
-        last = training
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+RESUMED: list[Any] = [
+    ("1f1b", 2, {}),
+    ("zbv", 4, {}),
+    ("zbv", 4, {"seed": 3}),
+    # FSDP makes two parameters of a tied weight, one for each stage, each with a state of its own.
+    ("zbv", 4, {"data_parallel": "fsdp", "dropout": 0.0}),
+]
 
 
-def resumed(rank: int, group: Any, folder: str, schedule: str, stages: int, seed: int | None):
+def resumed(rank: int, group: Any, folder: str, schedule: str, stages: int, options: Any) -> Any:
     torch.manual_seed(rank)
-    training = Training(pipeline(stages, schedule, seed=seed, mesh=mesh_of(group, None)))
+    mesh = mesh_of(group, (2, 2) if "data_parallel" in options else None)
+    training = Training(pipeline(stages, schedule, mesh=mesh, **options))
     if checkpoint.latest(folder) is not None:
         training.load(folder)
     else:
@@ -77,31 +59,13 @@ def resumed(rank: int, group: Any, folder: str, schedule: str, stages: int, seed
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zbv", 4)])
-@pytest.mark.parametrize("seed", [None, 3], ids=["drawn", "seeded"])
+@pytest.mark.parametrize(("schedule", "stages", "options"), RESUMED)
 def test_processes_go_on_to_the_last_bit(
-    workers: Workers, tmp_path: Path, schedule: str, stages: int, seed: int | None
+    workers: Workers, tmp_path: Path, schedule: str, stages: int, options: Any
 ) -> None:
-    first = workers.run(resumed, str(tmp_path), schedule, stages, seed)
-    assert workers.run(resumed, str(tmp_path), schedule, stages, seed) == first
-
-
-def resumed_in_shards(rank: int, group: Any, folder: str) -> list[float]:
-    mesh = mesh_of(group, (2, 2))
-    training = Training(pipeline(4, "zbv", dropout=0.0, mesh=mesh, data_parallel="fsdp"))
-    if checkpoint.latest(folder) is not None:
-        training.load(folder)
-    else:
-        training.run(2)
-        training.save(folder)
-    return training.run(2)
-
-
-@pytest.mark.processes
-def test_two_copies_of_a_tied_weight_in_one_process(workers: Workers, tmp_path: Path) -> None:
-    """FSDP makes two parameters of it, one for each stage, and each has a state of its own."""
-    first = workers.run(resumed_in_shards, str(tmp_path), ranks=4)
-    assert workers.run(resumed_in_shards, str(tmp_path), ranks=4) == first
+    ranks = 4 if "data_parallel" in options else 2
+    first = workers.run(resumed, str(tmp_path), schedule, stages, options, ranks=ranks)
+    assert workers.run(resumed, str(tmp_path), schedule, stages, options, ranks=ranks) == first
 
 
 def moved(rank: int, group: Any, folder: str, schedule: str, stages: int, shape: Any, way: Any):
@@ -130,7 +94,7 @@ LAYOUTS: list[Any] = [
 
 @pytest.mark.processes
 def test_processes_in_other_layouts(workers: Workers, tmp_path: Path) -> None:
-    expected = Training(pipeline(4, ranks=4, dropout=0.0)).run(2 * len(LAYOUTS) + 2)
+    expected = Training(pipeline(4, ranks=4, dropout=0.0)).run(2 * len(LAYOUTS) + 4)
     found: list[float] = []
     for processes, *layout in LAYOUTS:
         losses = workers.run(moved, str(tmp_path), *layout, ranks=processes)
@@ -139,4 +103,10 @@ def test_processes_in_other_layouts(workers: Workers, tmp_path: Path) -> None:
     plain = Training(DropLM(0.0))
     assert plain.load(tmp_path).step == len(found)
     found += plain.run(2)
+    assert isinstance(plain.pipe, nn.Module)
+    whole = tl.Pipeline(plain.pipe, microbatches=4, loss_fn=nn.functional.mse_loss)
+    whole.save(tmp_path, plain.optimizer, scheduler=plain.schedulers, data=plain.data)
+    last = Training(pipeline(8, "zbv", ranks=4, dropout=0.0))
+    last.load(tmp_path)
+    found += last.run(2)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

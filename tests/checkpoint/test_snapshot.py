@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import taktline as tl
 from taktline.checkpoint import saving
@@ -71,39 +69,18 @@ def test_steps_and_the_optimizer(tmp_path: Path) -> None:
     assert all(map(torch.equal, again.state(), expected))
 
 
-def by_torch(weight: Any) -> None:
-    with torch.no_grad():
-        weight[0, 1] += 1
-
-
-def behind_its_back(weight: Any) -> None:
-    weight.data.add_(1)
-
-
-def by_numpy(weight: Any) -> None:
-    weight.detach().numpy()[:] = 3
-
-
-@pytest.mark.parametrize("change", [by_torch, behind_its_back, by_numpy])
-def test_other_changes(tmp_path: Path, change: Callable[[Any], None]) -> None:
+def test_other_changes(tmp_path: Path) -> None:
     pipe = pipe_of(nn.Linear(40, 40), nn.BatchNorm1d(40))
-    expected, mine = state_of(pipe), torch.ones(1000)
-    saved = pipe.save(tmp_path, extra={"mine": mine}, async_save=True)
-    change(dict(pipe.named_parameters())["0.weight"])
-    dict(pipe.named_buffers())["1.running_mean"].add_(1)
-    mine.zero_()
-    assert pipe.load(saved).extra["mine"].sum() == 1000, "a load of that save waits for it, too"
-    assert same(expected, state_of(pipe))
-
-
-def test_loads_in_between(tmp_path: Path) -> None:
-    pipe = pipe_of(nn.Linear(4, 4), nn.Linear(4, 4))
     before = pipe.save(tmp_path / "before")
     pipe.load_state_dict({name: value + 1 for name, value in pipe.state_dict().items()})
-    expected = state_of(pipe)
-    pipe.save(tmp_path / "one", async_save=True)
+    expected, mine = state_of(pipe), torch.ones(1000)
+    saved = pipe.save(tmp_path, extra={"mine": mine}, async_save=True)
+    dict(pipe.named_parameters())["0.weight"].detach().numpy()[:] = 3
+    dict(pipe.named_buffers())["1.running_mean"].add_(1)
+    mine.zero_()
     pipe.load(before)
-    assert same(expected, saved_model(tmp_path / "one", pipe))
+    assert pipe.load(saved).extra["mine"].sum() == 1000, "a load of that save waits for it, too"
+    assert same(expected, state_of(pipe))
 
 
 def test_a_save_that_fails_holds_up_nobody(tmp_path: Path) -> None:
@@ -157,17 +134,3 @@ def in_shards(rank: int, group: Any, runs: str) -> bool:
 @pytest.mark.processes
 def test_shards(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(in_shards, str(tmp_path), ranks=4) == [True] * 4
-
-
-def test_a_save_keeps_no_tensor_alive(tmp_path: Path) -> None:
-    pipe = pipe_of(nn.Linear(4, 4), nn.Linear(4, 4))
-    weights = [StorageWeakRef(weight.untyped_storage()) for weight in pipe.parameters()]
-    pipe.save(tmp_path, async_save=True)
-    pipe.close()
-    del pipe
-    gc.collect()
-    assert all(weight.expired() for weight in weights)
-    running = saving._running[tmp_path, 0]
-    running.result()
-    del running
-    assert not [each for each in gc.get_objects() if isinstance(each, saving.Saving)]

@@ -177,7 +177,7 @@ def test_several_optimizers(tmp_path: Path) -> None:
     pipe.save(tmp_path, optimizers)
     expected = run(pipe, optimizers)
     pipe, optimizers = made()
-    with pytest.raises(CheckpointError, match=r"state of torch\.AdamW, and this optimizer is"):
+    with pytest.raises(CheckpointError, match=r"and optimizer 0 is torch\.SGD"):
         pipe.load(tmp_path, optimizers[::-1])
     pipe.load(tmp_path, optimizers)
     assert run(pipe, optimizers) == expected

@@ -24,10 +24,7 @@ from taktline.errors import ArgumentError
         (lambda: checks.require_number("n", 10**999), "n must be a number, not 1000"),
         (lambda: checks.require_flag("n", "no"), "n must be True or False, not 'no'"),
         (lambda: checks.require_text("n", b"x"), "n must be a text, not b'x'"),
-        (
-            lambda: checks.require_text("n", "\ud800"),
-            "a text without halves of surrogate",
-        ),
+        (lambda: checks.require_text("n", "\ud800"), "n must be a text, not"),
         (lambda: checks.require_instance("n", "x", dict), "n must be a dict, not 'x'"),
         (lambda: checks.require_instances("n", [1, "2"], int), r"n\[1\] must be an int, not '2'"),
         (lambda: checks.require_iterable("n", "embed"), "n must be a list, not 'embed'"),

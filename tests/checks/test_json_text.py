@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taktline.checks import MAX_DEPTH, MAX_DIGITS, loads
+from taktline.checks import MAX_DEPTH, conform, loads
 from taktline.errors import JsonError
 
 values = st.recursive(
@@ -42,16 +42,13 @@ def test_what_json_writes_is_read_back(value: Any, ascii: bool) -> None:
         ("[1] 2", "not JSON: Extra data"),
         ("﻿{}", "not JSON: Unexpected UTF-8 BOM"),
         ('"\x00"', "not JSON: Invalid control character"),
-        ('{"a": 1, "b": {"c": 2, "c": 3}}', 'has the key "c" twice in one object'),
-        (b'"\xff"', r"is not a text in UTF-8 \(byte 1\)"),
-        ('"\\ud800"', "holds half of a surrogate pair"),
-        ('{"\\udfff x": 1}', "holds half of a surrogate pair"),
-        ('"\ud800"', "holds half of a surrogate pair"),
-        ("NaN", "holds NaN, which is not JSON"),
-        ("[-Infinity]", "holds -Infinity, which is not JSON"),
-        ("1e999", "holds the number 1e999, which is too large"),
-        ("9" * 5000, "holds a number of 5000 digits; at most 640 are read"),
-        ("-" + "9" * 640, "holds a number of 641 digits"),
+        (b'"\xff"', "is not a text in UTF-8"),
+        ('"\\ud800"', "is not a text in UTF-8"),
+        ('{"\\udfff x": 1}', "is not a text in UTF-8"),
+        ('"\ud800"', "is not a text in UTF-8"),
+        ("9" * 5000, "holds a number that is not finite, or has too many digits"),
+        ("[NaN]", "holds a number that is not finite"),
+        ("-Infinity", "holds a number that is not finite"),
         ("[" * 100_000, "is nested deeper than 64 levels"),
         ('{"a":' * 100_000, "is nested deeper than 64 levels"),
         ("[" * 65 + "]" * 65, "is nested deeper than 64 levels"),
@@ -65,9 +62,12 @@ def test_mistakes(text: str | bytes, message: str) -> None:
     assert len(str(caught.value)) < 200
 
 
-def test_bounds_are_within() -> None:
+def test_numbers_are_finite() -> None:
+    with pytest.raises(JsonError, match=r"a text: \[0\] is inf, not a finite number"):
+        conform(loads("[1e999]", what="a text"), [float], what="a text")
+
+
+def test_what_is_just_within_bounds() -> None:
     deepest = "[" * MAX_DEPTH + "]" * MAX_DEPTH
     assert json.dumps(loads(deepest, what="a text")) == deepest
-    longest = "9" * MAX_DIGITS
-    assert loads(longest, what="a text") == int(longest)
     assert loads('"\\ud83d\\ude00"', what="a text") == "😀"

@@ -68,7 +68,7 @@ def test_the_conclusion_claims_no_more_than_the_rounds_show(makespans: tuple[flo
         plan = build(name, ranks=2, microbatches=4)
         time = [(makespan + sign * extra) / simulate(plan).makespan for extra in noise]
         schedules.append(
-            MeasuredSchedule(plan, [simulate(plan, costs(t)) for t in time], apart=True)
+            MeasuredSchedule(plan, [simulate(plan, costs(t)) for t in time], separate=True)
         )
     said = conclusion(schedules)
     if makespans == (100, 60):

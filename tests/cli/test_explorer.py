@@ -232,44 +232,6 @@ def test_downloads(name: str, opened: Callable[..., Explorer], tmp_path: Path) -
 
 
 @pytest.mark.processes
-def test_the_wheel_scrolls_and_zooms_with_ctrl(opened: Callable[..., Explorer]) -> None:
-    shown = opened("#show=1f1b,zbv,v_min,v_half")
-    shown.page.locator("canvas").first.hover()
-    shown.page.mouse.wheel(0, 100)
-    shown.page.wait_for_function("scrollY > 0")
-    assert shown("view()") == [0, 1]
-    shown.page.locator("canvas").first.hover()
-    shown.page.keyboard.down("Control")
-    shown.page.mouse.wheel(0, -60)
-    shown.page.keyboard.up("Control")
-    shown.frame()
-    start, end = shown("view()")
-    assert end - start == pytest.approx(np.exp(-0.6))
-    shown.page.mouse.down()
-    shown.page.mouse.move(400, 500, steps=3)
-    shown.page.mouse.up()
-    shown.frame()
-    assert shown("view()")[0] != start
-
-
-@pytest.mark.processes
-def test_a_chart_is_dragged_to_another_place(opened: Callable[..., Explorer]) -> None:
-    shown = opened("#show=1f1b,zbv", viewport={"width": 1280, "height": 1200})
-    assert "less than 1f1b" in shown.facts()[1]
-    grip = shown.page.get_by_role("button", name="Drag zbv").bounding_box()
-    assert grip is not None
-    shown.page.mouse.move(grip["x"] + 5, grip["y"] + 5)
-    shown.page.mouse.down()
-    target = shown.page.locator(".card").first.bounding_box()
-    assert target is not None
-    shown.page.mouse.move(grip["x"] + 5, target["y"] + 5, steps=5)
-    shown.page.mouse.up()
-    shown.frame()
-    assert shown("chosen()") == ["zbv", "1f1b"]
-    assert "more than zbv" in shown.facts()[1]
-
-
-@pytest.mark.processes
 def test_by_keys_alone(opened: Callable[..., Explorer]) -> None:
     shown = opened()
     shown.slider("ranks").focus()
@@ -297,20 +259,6 @@ def test_by_keys_alone(opened: Callable[..., Explorer]) -> None:
     shown.page.keyboard.press("0")
     shown.frame()
     assert shown("view()") == [0, 1]
-
-
-@pytest.mark.processes
-def test_points_are_chosen_and_actions_named(opened: Callable[..., Explorer]) -> None:
-    shown = opened(viewport={"width": 1280, "height": 1200})
-    shown.page.locator("#plot a[data-name=gpipe] circle").click()
-    shown.frame()
-    assert shown("chosen()") == ["1f1b", "zbv", "gpipe"]
-    box = shown.page.locator("canvas").first.bounding_box()
-    assert box is not None
-    shown.page.mouse.move(box["x"] + 64, box["y"] + 10)
-    assert shown.page.inner_text("#tip") == "0F0, forward: 0 – 1"
-    shown.page.mouse.move(5, 5)
-    assert not shown.page.locator("#tip").is_visible()
 
 
 @pytest.mark.processes

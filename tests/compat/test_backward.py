@@ -1,4 +1,4 @@
-"""The backward of a stage over torch's groups of weights."""
+"""The backward of a stage that is run by calls, in two halves."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from taktline.compat.torch_pipelining.schedules import ScheduleInterleavedZeroBubble
 from taktline.compat.torch_pipelining.stage import PipelineStage
-from taktline.errors import SplitError
-from tests.compat.peer import SINCE_2_12, Failure, module, outcome, require_same
-from tests.compat.programs import wrapped
+from tests.compat.programs import CPU, wrapped
 
-_backward = module("._backward")
+
+@pytest.fixture(autouse=True, scope="module")
+def _group() -> Any:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield
+    dist.destroy_process_group()
 
 
 class _Net(nn.Module):
@@ -60,30 +65,41 @@ _words = st.lists(
 _outputs = st.sampled_from(["one", "weights alone", "input", "two"])
 
 
+def _in_halves(net: Any, outputs: Any, gradients: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """I, which leaves products to W; then W. Returns the gradient of the input."""
+    stage = PipelineStage(net, 1, 3, CPU)
+    kwargs = {"stage_output": outputs, "output_grads": gradients, "input_values": [x]}
+    (found,), groups = stage.backward_maybe_with_nosync("input", kwargs)
+    stage.backward_maybe_with_nosync("weight", {"param_groups": groups})
+    return found
+
+
 @given(_words, _outputs, st.booleans())
-def test_both_halves_are_the_whole(words: list[str], outputs: str, wanted: bool) -> None:
+def test_both_halves_are_the_whole(words: list[str], outputs: str, edges: bool) -> None:
     net = _Net(words, outputs)
-    x = torch.randn(3, 4, requires_grad=wanted)
+    x = torch.randn(3, 4, requires_grad=True)
     gradients = [torch.randn_like(output) for output in net(x)]
     pairs = [p for p in zip(net(x), gradients, strict=True) if p[0].requires_grad]
-    if not pairs:
-        return
     torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
     expected = {name: p.grad for name, p in net.named_parameters()}
     expected_x, x.grad = x.grad, None
     net.zero_grad()
+    given: Any = net(x)
+    if edges and outputs != "input":  # as torch 2.15 passes outputs that were sent
+        given = [torch.autograd.graph.get_gradient_edge(output) for output in given]
+    torch.testing.assert_close(_in_halves(net, given, gradients, x), expected_x)
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
 
-    backward = _backward.ours
-    (found,), groups = backward.stage_backward_input(net(x), gradients, [x], net.parameters())
-    assert all(p.grad is None for p in net.parameters())
-    together = [node for group in groups for node in group["params"]]
-    assert len(together) == len(set(together))
-    told = backward.stage_backward_weight(net.parameters(), groups)
 
-    torch.testing.assert_close(found, expected_x)
-    for grad, (name, parameter) in zip(told, net.named_parameters(), strict=True):
-        assert grad is parameter.grad
-        torch.testing.assert_close(grad, expected[name])
+def test_products_of_weights_are_left_to_the_second_half() -> None:
+    net, x = _model(), torch.randn(2, 4, requires_grad=True)
+    stage = PipelineStage(net, 1, 3, CPU)
+    kwargs = {"stage_output": [net(x).sum()], "output_grads": None, "input_values": [x]}
+    _, groups = stage.backward_maybe_with_nosync("input", kwargs)
+    assert net[0].weight.grad is None
+    stage.backward_maybe_with_nosync("weight", {"param_groups": groups})
+    assert net[0].weight.grad is not None
 
 
 def _hooked(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,9 +122,7 @@ def test_a_hook_on_an_activation_counts_once(case: str) -> None:
     torch.autograd.backward(outputs, gradients)
     expected, x.grad = [p.grad for p in (*net.parameters(), x)], None
     net.zero_grad()
-    backward, outputs = _backward.ours, _HOOKED[case](net, x)
-    _, groups = backward.stage_backward_input(outputs, gradients, [x], net.parameters())
-    backward.stage_backward_weight(net.parameters(), groups)
+    _in_halves(net, _HOOKED[case](net, x), gradients, x)
     for parameter, gradient in zip((*net.parameters(), x), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 
@@ -116,50 +130,6 @@ def test_a_hook_on_an_activation_counts_once(case: str) -> None:
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-
-
-def test_groups_are_those_of_torch() -> None:
-    model = _model()
-    x = torch.randn(2, 4, requires_grad=True)
-    told: list[Any] = []
-    for package in _backward:
-        y = model(x)
-        reverse = package.construct_reverse_graph([y.grad_fn])
-        node = package._get_grad_fn_or_grad_acc
-        params = [node(p) for p in model.parameters()]
-        names = dict(zip(params, "abcd", strict=True)) | {node(x): "x"}
-
-        def name(node: Any, names: dict[Any, str] = names) -> str:
-            return names.get(node) or str(node.name())
-
-        listed = sorted((name(n), sorted(map(name, above))) for n, above in reverse.items())
-        closure, reached = package.reverse_closure([node(x)], {y.grad_fn}, reverse)
-        groups = package.get_param_groups([node(x)], params, reverse)
-        told.append(
-            (
-                listed,
-                sorted(map(name, closure)),
-                list(map(name, reached)),
-                [{key: sorted(map(name, group[key])) for key in sorted(group)} for group in groups],
-                node(torch.zeros(1)),
-            )
-        )
-    assert told[0] == told[1]
-
-
-def test_several_steps_add_up() -> None:
-    model, x = _model(), torch.randn(2, 4, requires_grad=True)
-    reference = copy.deepcopy(model)
-    for _ in range(3):
-        reference(x).sum().backward()
-        loss = model(x).sum()
-        _, groups = _backward.ours.stage_backward_input([loss], None, [x], model.parameters())
-        assert sorted(groups[0])[:3] == ["grads", "intermediates", "params"]
-        assert not loss.requires_grad  # the graph hangs on the groups alone
-        _backward.ours.stage_backward_weight(model.parameters(), groups)
-        assert list(groups[0]) == ["params"]
-    for ours, plain in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, plain.grad)
 
 
 class _Shared(nn.Module):
@@ -192,7 +162,6 @@ _KINDS = [
 
 @pytest.mark.parametrize("calls", [True, False])
 @pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.usefixtures("fake_group")
 def test_gradients_that_share_memory(kind: str, calls: bool) -> None:
     """Under a schedule with split backwards, call by call and on Taktline's own stages."""
     torch.manual_seed(0)
@@ -216,112 +185,3 @@ def test_gradients_that_share_memory(kind: str, calls: bool) -> None:
     for mine, its in zip(layers, plain, strict=True):
         for name, parameter in mine.named_parameters():
             torch.testing.assert_close(parameter.grad, its.get_parameter(name).grad, msg=name)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        *("one", "none", "one and none", "nothing"),
-        pytest.param("two", marks=SINCE_2_12),  # before, torch took what is too much
-    ],
-)
-def test_gradients_that_somebody_else_put_in(given: str) -> None:
-    one = torch.ones(2, 4)
-    grads = {
-        "one": (one,),
-        "none": (None,),
-        "one and none": (one, None),
-        "two": (one, one),
-        "nothing": (),
-    }
-    found: list[Any] = []
-    for package in _backward:
-        model, x = _model(), torch.ones(2, 4, requires_grad=True)
-        _, groups = package.stage_backward_input([model(x).sum()], None, [x], model.parameters())
-        for group in groups:
-            group["grads"] = [grads[given]]
-        outcome_ = outcome(package.stage_backward_weight, model.parameters(), groups)
-        failed = isinstance(outcome_, Failure)
-        found.append(outcome_ if failed else [p.grad for p in model.parameters()])
-    require_same(*found)
-
-
-def test_weights_need_what_the_inputs_gave_once() -> None:
-    model, x = _model(), torch.randn(2, 4, requires_grad=True)
-    backward = _backward.ours
-    _, groups = backward.stage_backward_input([model(x).sum()], None, [x], model.parameters())
-    backward.stage_backward_weight(model.parameters(), groups)
-    with pytest.raises(SplitError, match="what stage_backward_input has returned, each once"):
-        backward.stage_backward_weight(model.parameters(), groups)
-
-
-def test_a_first_half_that_fails_shows_what_it_was_given() -> None:
-    layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
-    given = ([layer(x)], [torch.ones(4, 2)], [x], layer.parameters())
-    with pytest.raises(RuntimeError, match="Failed to run stage backward input:") as caught:
-        module("._backward").ours.stage_backward_input(*given)
-    assert "Output gradient: ['Tensor(torch.Size([4, 2])" in str(caught.value)
-    assert "shape" in str(caught.value.__cause__)
-
-
-def test_outputs_given_by_their_edges() -> None:
-    """An output that was sent can be freed: its edge is enough."""
-    model, x = _model(), torch.randn(2, 4, requires_grad=True)
-    model(x).backward(torch.ones(2, 4))
-    expected, x.grad = [p.grad for p in (x, *model.parameters())], None
-    model.zero_grad()
-    edge, one = torch.autograd.graph.get_gradient_edge(model(x)), torch.ones(2, 4)
-    backward = _backward.ours
-    (found,), groups = backward.stage_backward_input([edge], [one], [x], model.parameters())
-    backward.stage_backward_weight(model.parameters(), groups)
-    for ours, plain in zip((found, *(p.grad for p in model.parameters())), expected, strict=True):
-        torch.testing.assert_close(ours, plain)
-    edge = torch.autograd.graph.get_gradient_edge(model(x))
-    with pytest.raises(SplitError, match="its gradient is needed; pass it in output_grads"):
-        backward.stage_backward_input([edge], None, [x], model.parameters())
-
-
-_GIVEN: dict[str, Any] = {
-    "a loss": lambda y, one: (y.sum(), None),
-    "an output": lambda y, one: (y, one),
-    "a tuple": lambda y, one: ((y, y * 2), (one, one)),
-    "a loss among others": lambda y, one: ((y, y.sum()), (one, None)),
-    "what has no gradient": lambda y, one: ((y, one, 3), (one, None, None)),
-    "a dict": lambda y, one: ({"a": y, "b": 3}, {"a": one, "b": None}),
-    "a list and a tuple": lambda y, one: ([y], (one,)),
-    "some": lambda y, one: ((y, y * 2), (one, one), [1]),
-    "no gradient": lambda y, one: (y, None),
-    "too many": lambda y, one: ((y,), (one, one)),
-    "other keys": lambda y, one: ({"a": y}, {"b": one}),
-    "another shape": lambda y, one: (y, torch.ones(3)),
-    "no such output": lambda y, one: ((y,), (one,), [5]),
-}
-
-
-@pytest.mark.parametrize("case", _GIVEN)
-def test_a_whole_backward(case: str) -> None:
-    found: list[Any] = []
-    for package in _backward:
-        model = _model()
-        x, aside = torch.ones(2, 4, requires_grad=True), torch.ones(2)
-        output, gradient, *which = _GIVEN[case](model(x), torch.ones(2, 4))
-        inputs = [x, aside, "label", None]
-        result = outcome(package.stage_backward, output, gradient, inputs, *which)
-        found.append(result if isinstance(result, Failure) else (result, x.grad))
-        if not isinstance(result, Failure):
-            found[-1] += ([p.grad for p in model.parameters()],)
-    require_same(*found)
-
-
-@SINCE_2_12
-def test_small_parts() -> None:
-    x, unused = torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)
-    for package in _backward:
-        package_sum = package._null_coalesce_accumulate
-        assert (package_sum(None, 1), package_sum(1, None), package_sum(2, 3)) == (1, 1, 5)
-        grads = package._autograd_grad_for_inputs
-        assert grads([x.sum()], [torch.ones(1), "label"]) == (None, None)
-        given, none = grads([(x * 2).sum()], [x, unused], allow_unused=True)
-        assert (given.tolist(), none) == ([2, 2], None)
-        with pytest.raises(RuntimeError, match="appears to not have been used"):
-            grads([x.sum()], [x, unused])

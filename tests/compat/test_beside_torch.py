@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,6 @@ class Calls:
         torch.manual_seed(0)
         self.module = nn.Linear(4, 4)
         self.file = f"{folder}/order.csv"
-        takes = inspect.signature(self.t._RecvInfo).parameters
-        self.buffer = [torch.zeros(2)] if "buffer" in takes else []
 
     def stage(self, index: int = 0, count: int = 1) -> Any:
         return self.t.PipelineStage(self.module, index, count, CPU, group=self.group)
@@ -69,22 +66,6 @@ class Calls:
         schedule._load_csv(self.file, form)
         return {r: list(map(str, row)) for r, row in schedule.pipeline_order_with_comms.items()}
 
-    def losses(self, count: int, wanted: int) -> Any:
-        schedule = self.runtime()
-        schedule._internal_losses += [7, 8][:count]
-        return schedule._maybe_get_loss(schedule._stages[0], wanted)
-
-    def updated(self, count: int) -> Any:
-        schedule, losses = self.runtime(), [1, 2, 3]
-        schedule._internal_losses += [7, 8][:count]
-        schedule._update_losses(schedule._stages, losses)
-        return losses, schedule._internal_losses
-
-    def chunk(self, chunks: int | None, number: int) -> Any:
-        stage = self.stage()
-        stage.chunks = chunks
-        return stage._check_chunk_id(number)
-
     def without_gradient(self) -> Any:
         with torch.no_grad():
             return self.runtime().step(torch.ones(4, 4))
@@ -94,7 +75,6 @@ class Calls:
         return schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
 
     def all(self) -> dict[str, Any]:
-        s, checked = self.s, self.runtime()._check_inputs
         calls: dict[str, Callable[[], Any]] = {
             "lowered": lambda: self.prepared("0F0 . 0F1 0B0 0B1"),
             "as written": lambda: self.prepared("0F0 0F1 0I0 0I1 0W0 0W1", "compute_comms"),
@@ -105,33 +85,11 @@ class Calls:
             "dump all": lambda: self.dumped("compute_comms"),
             "load computations": lambda: self.loaded("compute_only"),
             "load all": lambda: self.loaded("compute_comms"),
-            "too few arguments": lambda: checked([1]),
-            "arguments in a tuple": lambda: checked((1, 2)),
-            "too few targets": lambda: checked(None, None, [1]),
-            "losses in a tuple": lambda: checked(None, None, None, ()),
-            "arguments": lambda: (checked([1, 2], None, None, []), checked()),
-            "no loss": lambda: self.losses(0, 1),
-            "a loss": lambda: self.losses(2, 1),
-            "not yet a loss": lambda: self.losses(1, 1),
-            "losses": lambda: self.updated(2),
-            "too few losses": lambda: self.updated(1),
-            "chunks not known": lambda: self.chunk(None, 0),
-            "chunk 3 of 4": lambda: self.chunk(4, 3),
-            "chunk 4 of 4": lambda: self.chunk(4, 4),
-            "stage 2 of 1": lambda: self.stage(2),
-            "first stage's gradients": lambda: self._with_backward().get_local_bwd_output(0),
-            "no backward": lambda: self.stage().get_local_bwd_output(0),
-            "gradients in a list": lambda: self.stage().set_local_bwd_input([], 0),
             "a backward of some kind": lambda: self.stage().backward_maybe_with_nosync("x", {}),
             "no backward, no W": lambda: self.stage().backward_weight_one_chunk(bwd_chunk_id=0),
             "W before I": lambda: self._with_backward().backward_weight_one_chunk(bwd_chunk_id=0),
             "no gradients": self.without_gradient,
             "a target, forward only": self.forward_only,
-            "an info": lambda: repr(self.t._RecvInfo("x", 3, *self.buffer, None)),
-            "outputs": lambda: [
-                self.t._normalize_model_output_as_tuple(x) for x in ([1, 2], (1,), 1, None)
-            ],
-            "context": lambda: repr(s._PipelineContext(None, [1])),
         }
         return {name: outcome(call) for name, call in calls.items()}
 

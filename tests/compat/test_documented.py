@@ -131,31 +131,6 @@ def _traced(rank: int, group: dist.ProcessGroup) -> None:
     assert not schedule._on_ours  # pyright: ignore
 
 
-def _interleaved(rank: int, group: dist.ProcessGroup) -> None:
-    install()
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-
-    models = [cut(make_model(), range(index, index + 1)) for index in (rank, rank + 2)]
-    stages = [
-        PipelineStage(model, index, LAYERS, torch.device("cpu"), group=group)
-        for model, index in zip(models, (rank, rank + 2), strict=True)
-    ]
-    cls = get_schedule_class("interleaved1f1b")
-    assert cls is ScheduleInterleaved1F1B
-    assert issubclass(cls, PipelineScheduleMulti)
-    schedule = ScheduleInterleaved1F1B([*stages], CHUNKS, loss_fn=tokenwise_loss_fn)
-    x, y = make_batch()
-    losses: list[Tensor] = []
-    if rank == 0:
-        schedule.step(x)
-    else:
-        schedule.step(target=y, losses=losses)
-        whole = tokenwise_loss_fn(make_model()(x), y)
-        torch.testing.assert_close(torch.stack(losses).mean(), whole)
-    check([*models])
-
-
-@pytest.mark.parametrize("program", [_by_hand, _traced, _interleaved])
+@pytest.mark.parametrize("program", [_by_hand, _traced])
 def test_programs(clients: Workers, program: object) -> None:
     clients.run(program)  # pyright: ignore[reportArgumentType]

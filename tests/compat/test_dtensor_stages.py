@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.compat.peer import SINCE_2_12, SINCE_2_13, module
@@ -207,24 +207,3 @@ def _without_a_mesh(rank: int, group: dist.ProcessGroup) -> None:
 
 def test_every_rank_hears_of_a_mesh_that_is_not_found(workers: Workers) -> None:
     workers.run(_without_a_mesh, ranks=4)
-
-
-def _gradients_placed_otherwise(rank: int, group: dist.ProcessGroup) -> None:
-    """Examples may say that gradients lie otherwise than what they belong to."""
-    utils = module("").ours._utils
-    mesh = mesh_of(group, ((2, 2), ("pp", "tp")))["tp"]
-    value = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()]).detach().requires_grad_()
-    gradient = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
-    utils.validate_static_arg_grad_correspondence(0, (value,), (gradient,), is_input=True)
-    with pytest.raises(utils.PipeliningMetadataError, match="expected DTensor or None"):
-        utils.validate_static_arg_grad_correspondence(0, (value,), (torch.ones(2, 2),), True)
-    with pytest.raises(utils.PipeliningMetadataError, match="Expected plain tensor, got DTensor"):
-        utils._TensorMeta.from_tensor(value)
-    cache = utils._MeshCache()
-    cache.update_from_tensors((value, None, torch.ones(1)))
-    key = utils.extract_tensor_meta(value).mesh_cache_key
-    assert (len(cache), key in cache, (("dp",), None) in cache) == (1, True, False)
-
-
-def test_what_is_known_of_dtensors(workers: Workers) -> None:
-    workers.run(_gradients_placed_otherwise, ranks=4)

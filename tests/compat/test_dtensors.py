@@ -37,24 +37,6 @@ def sharded(mesh: DeviceMesh, values: Tensor, *placements: Any) -> DTensor:
     return DTensor.from_local(values, mesh, placements or (Shard(0),), run_check=False)
 
 
-def test_merging_keeps_rows_and_placements(mesh: DeviceMesh) -> None:
-    """Merged as whole tensors, the rows of two ranks would come back in turns."""
-    whole, spec = sharded(mesh, torch.arange(4)), microbatch.TensorChunkSpec(0)
-    chunks = microbatch._split_tensor(whole, spec, 2)
-    merged = microbatch.merge_chunks(list(chunks), spec)
-    assert merged.placements == (Shard(0),)
-    assert merged.shape == (8,)
-    assert merged.to_local().tolist() == [0, 1, 2, 3]
-
-
-def test_what_does_not_fit_is_not_merged(mesh: DeviceMesh) -> None:
-    one, spec = sharded(mesh, torch.arange(4)), microbatch.TensorChunkSpec(0)
-    with pytest.raises(AssertionError, match="mix"):
-        microbatch.merge_chunks([one, torch.arange(4)], spec)
-    with pytest.raises(AssertionError):
-        microbatch.merge_chunks([one, sharded(mesh, torch.arange(4), Replicate())], spec)
-
-
 def test_targets_are_cut_as_they_are_placed(mesh: DeviceMesh) -> None:
     target = sharded(mesh, torch.arange(5))
     parts = microbatch._split_tensor(target, schedules._TARGET_CHUNK_SPEC, 2)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining.schedules import ScheduleGPipe, _ScheduleForwardOnly
 from taktline.compat.torch_pipelining.stage import PipelineStage
-from tests.compat.peer import SINCE_2_12, SINCE_2_13
+from tests.compat.peer import SINCE_2_12
 from tests.compat.programs import BATCH, CPU, WIDTH, Program, loss_fn, wrapped
 from tests.workers import Workers
 
@@ -114,40 +113,3 @@ def test_losses_come_into_a_list(workers: Workers) -> None:
 def test_a_forward_only_schedule_has_no_order() -> None:
     stage = PipelineStage(nn.Linear(2, 2), 1, 2, CPU)
     assert _ScheduleForwardOnly(stage, 2).pipeline_order is None
-
-
-@SINCE_2_13
-@pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize("given", ["input_grads", "inputs"])
-def test_a_missing_gradient_is_sent_as_zeros(given: str) -> None:
-    """What is known of the boundary is enough."""
-    stage = PipelineStage(nn.Linear(2, 2), 1, 2, CPU)
-    stage.has_backward, stage.chunks, stage.grad_send_info = True, 1, [0]
-    example = torch.ones(3, 2, requires_grad=given == "inputs")
-    setattr(stage._stage_meta, given, utils.extract_tensor_metas((example,)))
-    stage.bwd_cache[0] = (None,)
-    sent: list[Tensor] = []
-    with patch.object(dist, "P2POp", lambda op, tensor, *where: sent.append(tensor)):
-        stage.get_bwd_send_ops(0)
-    assert torch.equal(sent[0], torch.zeros(3, 2))
-
-
-@SINCE_2_13
-@pytest.mark.usefixtures("fake_group")
-def test_a_gradient_without_metadata_is_refused() -> None:
-    stage = PipelineStage(nn.Linear(2, 2), 1, 2, CPU)
-    stage.has_backward, stage.chunks, stage.grad_send_info = True, 1, [0]
-    stage.bwd_cache[0] = (torch.ones(3, 2),)
-    with pytest.raises(utils.PipeliningMetadataError, match="no metadata is available for the"):
-        stage.get_bwd_send_ops(0)
-    stage.bwd_cache[0] = (torch.ones(3, 2),)
-    stage._stage_meta.input_grads = (None,)
-    with pytest.raises(utils.PipeliningMetadataError, match="grad slot is None"):
-        stage.get_bwd_send_ops(0)
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_an_argument_of_later_versions() -> None:
-    PipelineStage(nn.Linear(2, 2), 1, 2, CPU, pass_pipeline_metadata=False)
-    with pytest.raises(RuntimeError, match="needs a version of torch whose stages take it"):
-        PipelineStage(nn.Linear(2, 2), 1, 2, CPU, pass_pipeline_metadata=True)

@@ -20,7 +20,7 @@ from taktline.compat.torch_pipelining import (
 from taktline.compat.torch_pipelining._utils import PipeliningShapeError
 from taktline.compat.torch_pipelining.stage import _PipelineStageBase
 from taktline.errors import SignatureError
-from tests.compat.peer import SINCE_2_13, module
+from tests.compat.peer import module
 
 _X = torch.randn(2, 4)
 
@@ -171,45 +171,6 @@ def test_a_stage_of_a_pipe() -> None:
     assert issubclass(PipelineStage, _PipelineStageBase)
     assert "submod_pp_0" in repr(pipe)
     assert str(pipe) == str(pipe.split_gm)
-
-
-def test_wrappers() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    cut = _IR.PipeSequential.from_sequential(model)
-    torch.testing.assert_close(cut(_X), model(_X))
-    assert pipeline(cut, (_X,)).num_stages == 3
-    loss = _IR.TrivialLossWrapper(model, nn.MSELoss())
-    assert loss(_X, model(_X)) == 0
-    assert _IR.TrivialLossWrapper.loss_spec
-    with pytest.raises(NotImplementedError, match="LossWrapper does not have"):
-        _IR.LossWrapper(model, nn.MSELoss())(_X)
-    assert [config.name for config in _IR.MultiUseParameterConfig] == ["TRANSMIT", "REPLICATE"]
-
-
-def test_a_graph_as_modules() -> None:
-    program = torch.export.export(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.ReLU()), (_X,))
-    theirs, ours = (outline(program.graph) for outline in module("._unflatten")._outline_submodules)
-    assert [name for name, _ in ours.named_modules()] == [n for n, _ in theirs.named_modules()]
-    assert ours.code == theirs.code
-
-
-@SINCE_2_13
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_arguments_come_first(count: int) -> None:
-    """Attributes before and between them are moved behind, in their order."""
-    graphs = [fx.Graph() for _ in range(2)]
-    for graph in graphs:
-        for number in range(count):
-            graph.get_attr(f"weight{number}")
-            graph.placeholder(f"x{number}")
-        graph.get_attr("last")
-        graph.output(None)
-    for package, graph in zip(module("._IR"), graphs, strict=True):
-        package._move_placeholders_to_front(graph)
-    names = [str(node.target) for node in graphs[1].nodes]
-    weights = [f"weight{number}" for number in range(count)]
-    assert names == [*(f"x{number}" for number in range(count)), *weights, "last", "output"]
-    assert names == [str(node.target) for node in graphs[0].nodes]
 
 
 def test_an_exported_model_is_cut() -> None:

@@ -12,23 +12,18 @@ import pytest
 from taktline.errors import ScheduleError
 from taktline.plan import (
     Costs,
-    Plan,
     Rows,
     build,
     each_rank,
     find,
     lower,
     names,
-    peak_memory,
     register,
     simulate,
     unregister,
     validate,
 )
 from taktline.render.text import grid
-
-UNEVEN = Costs(forward=1.25, backward_input=1.5, backward_weight=0.75, kept_for_weight=0.5)
-FULL = 1.25 + 1.5 + 0.75
 
 DRAWN = {
     "forward_only": (3, 1, 4),
@@ -100,20 +95,13 @@ class TestNames:
             ("1f1b", "1f1b"),
             ("1F1B", "1f1b"),
             ("Schedule1F1B", "1f1b"),
-            ("GPipe", "gpipe"),
             ("Interleaved1F1B", "interleaved_1f1b"),
             ("ScheduleInterleaved1F1B", "interleaved_1f1b"),
             ("interleaved-1f1b", "interleaved_1f1b"),
-            ("LoopedBFS", "looped_bfs"),
-            ("InterleavedZeroBubble", "interleaved_zero_bubble"),
             ("ZBVZeroBubble", "zbv"),
             ("ZB-V", "zbv"),
-            ("zbvzerobubble", "zbv"),
-            ("DualPipeV", "dualpipev"),
             ("ZB-H1", "zb_h1"),
             ("V-Half", "v_half"),
-            ("VMin", "v_min"),
-            ("ForwardOnly", "forward_only"),
             ("_ScheduleForwardOnly", "forward_only"),
         ],
     )
@@ -169,70 +157,47 @@ class TestConstraints:
             build("interleaved_1f1b", **numbers)
 
 
-def activations(plan: Plan) -> list[float]:
-    return peak_memory(plan).tolist()
+FWD, INPUT, WEIGHT, KEPT = 1.25, 1.5, 0.75, 0.5
+FULL = FWD + INPUT + WEIGHT
+UNEVEN = Costs(forward=FWD, backward_input=INPUT, backward_weight=WEIGHT, kept_for_weight=KEPT)
+
+# The numbers of stages per rank and of micro-batches, how the bubble is counted, the bubble divided
+# by p-1, and the peak memory on rank r of p for v stages and m micro-batches.
+FORMULAS: dict[str, Any] = {
+    "forward_only": ((1, 2, 3), lambda p: [2 * p], "makespan", FWD,
+        lambda p, r, v, m: 1),
+    "gpipe": ((1,), lambda p: [1, p, 3 * p + 1], "makespan", FULL,
+        lambda p, r, v, m: m),
+    "1f1b": ((1,), lambda p: [1, p, 3 * p + 1], "makespan", FULL,
+        lambda p, r, v, m: min(m, p - r)),
+    "interleaved_1f1b": ((1, 2, 3), lambda p: [p, 3 * p], "makespan",
+        FULL,
+        lambda p, r, v, m: min(v * m, (v - 1) * p + 2 * (p - 1 - r) + 1)),
+    "looped_bfs": ((1, 2, 3), lambda p: [p, 2 * p + 1], "makespan",
+        FULL, lambda p, r, v, m: v * m),
+    "zb_h1": ((1,), lambda p: [p, 2 * p + 1], "makespan", FWD + INPUT - WEIGHT,
+        lambda p, r, v, m: p - r + r * KEPT),
+    "zb_h2": ((1,), lambda p: [2 * p - 1, 3 * p], "span", FWD + INPUT - 2 * WEIGHT,
+        lambda p, r, v, m: 2 * p - 2 * r - 1 + 2 * r * KEPT),
+    "interleaved_zero_bubble": ((1, 2, 3), lambda p: [p, 3 * p], "makespan",
+        FWD + INPUT - WEIGHT, lambda p, r, v, m: (v - 1) * p + p - r + r * KEPT),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 class TestFormulas:
-    """The bubble and the memory that each file states."""
+    """The bubble and the memory that each schedule states."""
 
-    def test_forward_only(self, p: int) -> None:
-        for v in (1, 2, 3):
-            plan = build("forward_only", ranks=p, microbatches=2 * p, stages_per_rank=v)
-            assert simulate(plan, UNEVEN).idle() == pytest.approx((p - 1) * 1.25)
-            assert activations(plan) == [1] * p
-
-    def test_gpipe(self, p: int) -> None:
-        for m in (1, p, 3 * p + 1):
-            plan = build("gpipe", ranks=p, microbatches=m)
-            assert simulate(plan, UNEVEN).idle() == pytest.approx((p - 1) * FULL)
-            assert activations(plan) == [m] * p
-
-    def test_1f1b(self, p: int) -> None:
-        for m in (1, p, 3 * p + 1):
-            plan = build("1f1b", ranks=p, microbatches=m)
-            assert simulate(plan, UNEVEN).idle() == pytest.approx((p - 1) * FULL)
-            assert activations(plan) == [min(m, p - r) for r in range(p)]
-
-    def test_interleaved_1f1b(self, p: int) -> None:
-        for v in (1, 2, 3):
-            for m in (p, 3 * p):
-                plan = build("interleaved_1f1b", ranks=p, microbatches=m, stages_per_rank=v)
-                assert simulate(plan, UNEVEN).idle() == pytest.approx((p - 1) * FULL)
-                assert activations(plan) == [
-                    min(v * m, (v - 1) * p + 2 * (p - 1 - r) + 1) for r in range(p)
-                ]
-
-    def test_looped_bfs(self, p: int) -> None:
-        for v in (1, 2, 3):
-            for m in (p, 2 * p + 1):
-                plan = build("looped_bfs", ranks=p, microbatches=m, stages_per_rank=v)
-                assert simulate(plan, UNEVEN).idle() == pytest.approx((p - 1) * FULL)
-                assert activations(plan) == [v * m] * p
-
-    def test_zb_h1(self, p: int) -> None:
-        for m in (p, 2 * p + 1):
-            timeline = simulate(build("zb_h1", ranks=p, microbatches=m), UNEVEN)
-            assert timeline.idle() == pytest.approx((p - 1) * (1.25 + 1.5 - 0.75))
-            expected = [(p - r) * 1.0 + r * 0.5 for r in range(p)]
-            assert timeline.peak_memory.tolist() == expected
-
-    def test_zb_h2(self, p: int) -> None:
-        for m in (2 * p - 1, 3 * p):
-            timeline = simulate(build("zb_h2", ranks=p, microbatches=m), UNEVEN)
-            assert timeline.idle("span") == pytest.approx((p - 1) * (1.25 + 1.5 - 2 * 0.75))
-            expected = [(2 * p - 2 * r - 1) * 1.0 + 2 * r * 0.5 for r in range(p)]
-            assert timeline.peak_memory.tolist() == expected
-
-    def test_interleaved_zero_bubble(self, p: int) -> None:
-        for v in (1, 2, 3):
-            for m in (p, 3 * p):
-                plan = build("interleaved_zero_bubble", ranks=p, microbatches=m, stages_per_rank=v)
+    @pytest.mark.parametrize("name", FORMULAS)
+    def test_table(self, p: int, name: str) -> None:
+        per_rank, numbers, by, idle, peak = FORMULAS[name]
+        for v in per_rank:
+            for m in numbers(p):
+                plan = build(name, ranks=p, microbatches=m, stages_per_rank=v)
                 timeline = simulate(plan, UNEVEN)
-                assert timeline.idle() == pytest.approx((p - 1) * (1.25 + 1.5 - 0.75))
-                expected = [((v - 1) * p + p - r) * 1.0 + r * 0.5 for r in range(p)]
-                assert timeline.peak_memory.tolist() == pytest.approx(expected)
+                assert timeline.idle(by) == pytest.approx((p - 1) * idle), (v, m)
+                expected = [peak(p, r, v, m) for r in range(p)]
+                assert timeline.peak_memory.tolist() == pytest.approx(expected), (v, m)
 
     def test_zbv(self, p: int) -> None:
         for m in (2 * p - 1, 3 * p):

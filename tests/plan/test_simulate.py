@@ -6,12 +6,11 @@ import csv
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taktline.errors import CostError, PlanError
+from taktline.errors import CostError
 from taktline.plan import (
     Costs,
     Link,
@@ -231,13 +230,6 @@ class TestTimeline:
         assert timeline.bubble() == pytest.approx(3 / 51)
         assert timeline.bubble("span") == 0
 
-    def test_critical_path_has_no_gaps(self) -> None:
-        for name in ("1f1b", "zbv", "dualpipev", "interleaved_1f1b"):
-            path = simulate(build(name, ranks=4, microbatches=8)).critical_path()
-            assert path[0].start == 0
-            for before, after in pairwise(path):
-                assert before.end == after.start or before.start == after.start
-
     def test_critical_path_names_what_was_waited_for(self) -> None:
         costs = Costs(backward=(1.0, 2.0))
         path = simulate(build("gpipe", ranks=2, microbatches=2), costs).critical_path()
@@ -263,10 +255,6 @@ class TestTimeline:
         assert any(span.action.kind.is_communication for span in path)
         for before, after in pairwise(path):
             assert after.start == before.end, (before, after)
-
-    def test_an_unknown_definition(self) -> None:
-        with pytest.raises(PlanError, match="by is one of"):
-            self.TIMELINE.bubble("width")  # type: ignore[arg-type]
 
     def test_critical_path_goes_through_slow_links(self) -> None:
         plan = lower(build("1f1b", ranks=2, microbatches=1))
@@ -313,7 +301,6 @@ class TestCosts:
         ("values", "message"),
         [
             ({"forward": -1}, "forward must be a number from 0 up"),
-            ({"forward": float("nan")}, "forward must be a number from 0 up"),
             ({"forward": "fast"}, "forward must be a number from 0 up"),
             ({"backward_weight": [1, [2]]}, "backward_weight must be a number"),
             ({"activation": 1.0, "kept_for_weight": 2.0}, "cannot be larger"),
@@ -321,12 +308,10 @@ class TestCosts:
             ({"link": {"latency": -1}}, "latency must be a number from 0 up"),
             ({"link": {"bandwidth": 0}}, "bandwidth must be more than 0"),
             ({"link": {"colour": 0}}, "cannot be read"),
-            ({"link": {"latency": "short"}}, "latency must be a number"),
             ({"link": {"bandwidth": None}}, "bandwidth must be a number"),
             ({"comm_blocks": "no"}, "comm_blocks must be True or False, not 'no'"),
             ({"unit": 3}, "unit must be a text, not 3"),
             ({"activation": None, "kept_for_weight": 1.0}, "activation must be a number from 0 up"),
-            ({"forward": None}, "forward must be a number from 0 up"),
         ],
     )
     def test_that_make_no_sense(self, values: dict[str, object], message: str) -> None:
@@ -340,6 +325,3 @@ class TestCosts:
     @given(costs(3))
     def test_survive_as_plain_values(self, costs: Costs) -> None:
         assert Costs.from_dict(costs.to_dict()) == costs
-
-    def test_numpy_is_welcome(self) -> None:
-        assert Costs(forward=np.array([1, 2])).forward == (1.0, 2.0)  # type: ignore[arg-type]

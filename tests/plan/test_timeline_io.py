@@ -72,7 +72,7 @@ def test_measured_is_kept_and_named(tmp_path: Path) -> None:
         ({"end": [[10**600] * 4, [1.0] * 4]}, "end holds a number that is too large"),
         ({"measured": 1}, "measured is a whole number, not true or false"),
         ({"ranks": [["0F0", "0F0", "0B0", "0B0"], ["1F0", "1B0"] * 2]}, "is not valid: 8 viol"),
-        ({"arrival": [[float("nan")] * 4, [1.0] * 4]}, "holds NaN, which is not JSON"),
+        ({"arrival": [[float("nan")] * 4, [1.0] * 4]}, "holds a number that is not finite"),
         ({"end": [[0.0] * 4, [0.0] * 4]}, "an action ends before it starts"),
         ({"costs": {"speed": 1}}, "there is no cost 'speed'"),
         ({"format": "taktline-plan"}, "holds a plan and no times"),

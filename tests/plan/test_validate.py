@@ -43,138 +43,77 @@ def where(violation: Violation) -> tuple[str, int | None, int | None, str]:
     return violation.rule, violation.rank, violation.position, str(violation.action)
 
 
-class TestRules:
-    def test_missing(self) -> None:
-        plan = Plan.from_actions([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1B1"]])
-        found = validate(plan)
-        assert where(found[0]) == ("missing", 1, None, "1F1")
-        assert str(found[0]) == "[missing] rank 1, 1F1: is not in the plan"
+PAIR = "(0F1;0B0)OVERLAP_F_B"
+SENT, RECEIVED = ["0F0", "0SEND_F0"], ["1RECV_F0", "1F0"]
 
-    def test_almost_everything_is_missing(self) -> None:
-        plan = Plan.from_actions([["0B0"]])
-        assert [where(v) for v in validate(plan)] == [("missing", 0, None, "0F0")]
-
-    def test_half_a_backward(self) -> None:
-        plan = Plan.from_actions([["0F0", "0I0", "0F1", "0W1"]])
-        assert [where(v) for v in validate(plan)] == [
-            ("missing", 0, None, "0I1"),
-            ("missing", 0, None, "0W0"),
-        ]
-
-    def test_duplicate(self) -> None:
-        plan = Plan.from_actions([["0F0", "0F0", "0B0"]])
-        violation = only(validate(plan))
-        assert where(violation) == ("duplicate", 0, 1, "0F0")
-        assert "done before, rank 0, position 0" in violation.message
-
-    def test_a_backward_both_whole_and_in_halves(self) -> None:
-        plan = Plan.from_actions([["0F0", "0B0", "0I0", "0W0"]])
-        assert [where(v) for v in validate(plan)] == [
-            ("duplicate", 0, 2, "0I0"),
-            ("duplicate", 0, 3, "0W0"),
-        ]
-
-    def test_out_of_range(self) -> None:
-        placement = Placement.linear(1)
-        plan = Plan.from_actions([["0F0", "1F0", "0F1", "0B0"]], placement, microbatches=1)
-        found = validate(plan)
-        assert [where(v) for v in found] == [("range", 0, 1, "1F0"), ("range", 0, 2, "0F1")]
-        assert [v.message for v in found] == [
-            "the plan has only 1 stage",
-            "the plan has only 1 micro-batch",
-        ]
-
-    def test_wrong_rank(self) -> None:
-        plan = Plan.from_actions([["0F0", "1F0", "0B0"], ["1B0"]], Placement.linear(2))
-        violation = validate(plan)[0]
-        assert where(violation) == ("rank", 0, 1, "1F0")
-        assert violation.message == "stage 1 is on rank 1"
-
-    @pytest.mark.parametrize(
-        ("actions", "position", "message"),
+BROKEN: list[tuple[list[list[str]], tuple[str, int, int | None, str], str]] = [
+    ([["0B0"]], ("missing", 0, None, "0F0"), "is not in the plan"),
+    ([["0F0", "0F0", "0B0"]], ("duplicate", 0, 1, "0F0"), "done before, rank 0, position 0"),
+    ([["0B0", "0F0"]], ("order", 0, 0, "0B0"), "0F0, which comes later (rank 0, position 1)"),
+    ([["0F0", "0W0", "0I0"]], ("order", 0, 1, "0W0"), "needs 0I0, which comes later"),
+    ([["1F0", "0F0", "1B0", "0B0"]], ("order", 0, 0, "1F0"), "needs 0F0, which comes later"),
+    ([["0F0", "1F0", "0B0", "1B0"]], ("order", 0, 2, "0B0"), "needs 1B0, which comes later"),
+    ([["(0F0;0B0)OVERLAP_F_B"]], ("order", 0, 0, "0B0"), "needs 0F0, which runs together with it"),
+    ([["0F0", PAIR, "0B1", "0B1"]], ("duplicate", 0, 3, "0B1"), "done before"),
+    ([["0F0"], RECEIVED], ("partner", 1, 0, "1RECV_F0"), "rank 0 has no 0SEND_F0 for it"),
+    ([SENT, ["1F0"]], ("partner", 0, 1, "0SEND_F0"), "rank 1 has no 1RECV_F0 for it"),
+    ([SENT], ("partner", 0, 1, "0SEND_F0"), "stage 0 has no neighbour on that side"),
+    ([["0RECV_F0", "0F0"]], ("partner", 0, 0, "0RECV_F0"), "stage 0 has no neighbour on that"),
+    ([[*SENT, "1F0"]], ("partner", 0, 1, "0SEND_F0"), "is on the same rank: leave it out"),
+    ([SENT, ["1F0", "1RECV_F0"]], ("order", 1, 0, "1F0"), "needs 1RECV_F0, which comes later"),
+    ([["0SEND_F0", "0F0"], RECEIVED], ("order", 0, 0, "0SEND_F0"), "needs 0F0, which comes later"),
+    (
         [
-            (["0B0", "0F0"], 0, "needs 0F0, which comes later (rank 0, position 1)"),
-            (["0F0", "0W0", "0I0"], 1, "needs 0I0, which comes later (rank 0, position 2)"),
-            (["1F0", "0F0", "1B0", "0B0"], 0, "needs 0F0, which comes later"),
-            (["0F0", "1F0", "0B0", "1B0"], 2, "needs 1B0, which comes later"),
+            ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0F2", "0SEND_F2"],
+            ["1RECV_F0", "1RECV_F2", "1RECV_F1", "1F0", "1F1", "1F2"],
         ],
-    )
-    def test_an_action_before_what_it_needs(
-        self, actions: list[str], position: int, message: str
-    ) -> None:
-        violation = only(validate(Plan.from_actions([actions])))
-        assert (violation.rule, violation.position) == ("order", position)
-        assert message in violation.message
-
-    def test_a_pair_that_needs_itself(self) -> None:
-        plan = Plan.from_actions([["(0F0;0B0)OVERLAP_F_B"]])
-        violation = only(validate(plan))
-        assert violation.message == "needs 0F0, which runs together with it (rank 0, position 0)"
-
-    def test_a_position_counts_a_pair_once(self) -> None:
-        plan = Plan.from_actions([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1", "0B1"]])
-        assert where(only(validate(plan))) == ("duplicate", 0, 3, "0B1")
-
-
-FORWARD = [["0F0", "0SEND_F0"], ["1RECV_F0", "1F0"]]
+        ("channel", 0, 5, "0SEND_F2"),
+        "is sent after 0SEND_F1, but rank 1 posts 1RECV_F2 (position 1) before 1RECV_F1",
+    ),
+    ([["0F0", "0UNSHARD"]], ("shard", 0, 0, "0F0"), "stage 0 is not unsharded here"),
+    ([["0RESHARD", "0UNSHARD", "0F0"]], ("shard", 0, 0, "0RESHARD"), "not unsharded here"),
+    ([["0UNSHARD", "0UNSHARD", "0F0"]], ("shard", 0, 1, "0UNSHARD"), "unsharded already"),
+    ([["0UNSHARD", "0RESHARD", "0F0"]], ("shard", 0, 2, "0F0"), "not unsharded here"),
+    ([["0F0", "0REDUCE_GRAD", "0B0"]], ("order", 0, 1, "0REDUCE_GRAD"), "comes before 0B0"),
+    ([["0F0", "0B0", *["0REDUCE_GRAD"] * 2]], ("duplicate", 0, 3, "0REDUCE_GRAD"), "done before"),
+    (
+        [["0F0", "1F0", "1B0", "0B0", "0REDUCE_GRAD"]],
+        ("missing", 0, None, "1REDUCE_GRAD"),
+        "is not in the plan",
+    ),
+]
 
 
-class TestCommunication:
-    def test_a_sound_exchange(self) -> None:
-        assert validate(Plan.from_actions(FORWARD)) == ()
+@pytest.mark.parametrize(("ranks", "expected", "message"), BROKEN)
+def test_one_broken_rule(
+    ranks: list[list[str]], expected: tuple[str, int, int | None, str], message: str
+) -> None:
+    violation = only(validate(Plan.from_actions(ranks)))
+    assert where(violation) == expected
+    assert message in violation.message
 
-    @pytest.mark.parametrize(
-        ("ranks", "expected", "message"),
-        [
-            ([["0F0"], FORWARD[1]], ("partner", 1, 0, "1RECV_F0"), "rank 0 has no 0SEND_F0 for it"),
-            ([FORWARD[0], ["1F0"]], ("partner", 0, 1, "0SEND_F0"), "rank 1 has no 1RECV_F0 for it"),
-        ],
-    )
-    def test_a_send_or_a_receive_without_the_other(
-        self, ranks: list[list[str]], expected: tuple[str, int, int, str], message: str
-    ) -> None:
-        violation = only(validate(Plan.from_actions(ranks)))
-        assert where(violation) == expected
-        assert violation.message == message
 
-    def test_neither_send_nor_receive(self) -> None:
-        plan = Plan.from_actions([["0F0"], ["1F0"]], level=Level.LOWERED)
-        violation = only(validate(plan))
-        assert where(violation) == ("missing", 0, None, "0SEND_F0")
-        assert violation.message == "rank 1 needs it from rank 0"
+@pytest.mark.parametrize("ranks", [[SENT, RECEIVED], [["0UNSHARD", "0F0", "0B0"]]])
+def test_nothing_is_broken(ranks: list[list[str]]) -> None:
+    assert validate(Plan.from_actions(ranks)) == ()
 
-    @pytest.mark.parametrize(
-        ("ranks", "message"),
-        [
-            ([["0F0", "0SEND_F0"]], "stage 0 has no neighbour on that side"),
-            ([["0RECV_F0", "0F0"]], "stage 0 has no neighbour on that side"),
-            ([["0F0", "0SEND_F0", "1F0"]], "stage 1 is on the same rank: leave it out"),
-        ],
-    )
-    def test_nobody_to_talk_to(self, ranks: list[list[str]], message: str) -> None:
-        assert only(validate(Plan.from_actions(ranks))).message == message
 
-    def test_computing_before_the_receive_is_posted(self) -> None:
-        plan = Plan.from_actions([FORWARD[0], ["1F0", "1RECV_F0"]])
-        assert "needs 1RECV_F0, which comes later" in only(validate(plan)).message
-
-    def test_sending_before_computing(self) -> None:
-        plan = Plan.from_actions([["0SEND_F0", "0F0"], FORWARD[1]])
-        assert where(only(validate(plan))) == ("order", 0, 0, "0SEND_F0")
-
-    def test_channel_order_is_reported_once(self) -> None:
-        plan = Plan.from_actions(
-            [
-                ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0F2", "0SEND_F2"],
-                ["1RECV_F0", "1RECV_F2", "1RECV_F1", "1F0", "1F1", "1F2"],
-            ]
-        )
-        violation = only(validate(plan))
-        assert where(violation) == ("channel", 0, 5, "0SEND_F2")
-        assert violation.message == (
-            "is sent after 0SEND_F1, but rank 1 posts 1RECV_F2 (position 1) before "
-            "1RECV_F1 (position 2)"
-        )
+def test_several_broken_rules() -> None:
+    found = validate(Plan.from_actions([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1B1"]]))
+    assert str(found[0]) == "[missing] rank 1, 1F1: is not in the plan"
+    found = validate(Plan.from_actions([["0F0", "0I0", "0F1", "0W1"]]))
+    assert [where(v)[3] for v in found] == ["0I1", "0W0"]
+    found = validate(Plan.from_actions([["0F0", "0B0", "0I0", "0W0"]]))
+    assert [where(v) for v in found] == [("duplicate", 0, 2, "0I0"), ("duplicate", 0, 3, "0W0")]
+    found = validate(Plan.from_actions([["0F0", "1F0", "0F1", "0B0"]], Placement.linear(1), 1))
+    assert [where(v) for v in found] == [("range", 0, 1, "1F0"), ("range", 0, 2, "0F1")]
+    messages = ["the plan has only 1 stage", "the plan has only 1 micro-batch"]
+    assert [v.message for v in found] == messages
+    found = validate(Plan.from_actions([["0F0", "1F0", "0B0"], ["1B0"]], Placement.linear(2)))
+    assert (where(found[0]), found[0].message) == (("rank", 0, 1, "1F0"), "stage 1 is on rank 1")
+    found = validate(Plan.from_actions([["0F0"], ["1F0"]], level=Level.LOWERED))
+    assert where(only(found)) == ("missing", 0, None, "0SEND_F0")
+    assert only(found).message == "rank 1 needs it from rank 0"
 
 
 class TestDeadlock:
@@ -257,39 +196,6 @@ TORCH = [
     ("ZBVZeroBubble", 2),
     ("DualPipeV", 2),
 ]
-
-
-class TestSharding:
-    @pytest.mark.parametrize(
-        ("actions", "expected", "message"),
-        [
-            (["0F0", "0UNSHARD"], ("shard", 0, 0, "0F0"), "stage 0 is not unsharded here"),
-            (["0RESHARD", "0UNSHARD", "0F0"], ("shard", 0, 0, "0RESHARD"), "not unsharded here"),
-            (["0UNSHARD", "0UNSHARD", "0F0"], ("shard", 0, 1, "0UNSHARD"), "unsharded already"),
-            (["0UNSHARD", "0RESHARD", "0F0"], ("shard", 0, 2, "0F0"), "not unsharded here"),
-        ],
-    )
-    def test_a_stage_computes_while_unsharded(
-        self, actions: list[str], expected: tuple[str, int, int, str], message: str
-    ) -> None:
-        violation = only(validate(Plan.from_actions([actions])))
-        assert where(violation) == expected
-        assert message in violation.message
-
-    def test_the_last_reshard_may_be_left_out(self) -> None:
-        assert validate(Plan.from_actions([["0UNSHARD", "0F0", "0B0"]])) == ()
-
-    def test_gradients_are_reduced_once_at_the_end(self) -> None:
-        plan = Plan.from_actions([["0F0", "0REDUCE_GRAD", "0B0"]])
-        violation = only(validate(plan))
-        assert where(violation) == ("order", 0, 1, "0REDUCE_GRAD")
-        assert "comes before 0B0 (rank 0, position 2)" in violation.message
-        plan = Plan.from_actions([["0F0", "0B0", "0REDUCE_GRAD", "0REDUCE_GRAD"]])
-        assert where(only(validate(plan))) == ("duplicate", 0, 3, "0REDUCE_GRAD")
-
-    def test_all_stages_reduce_or_none(self) -> None:
-        plan = Plan.from_actions([["0F0", "1F0", "1B0", "0B0", "0REDUCE_GRAD"]])
-        assert where(only(validate(plan))) == ("missing", 0, None, "1REDUCE_GRAD")
 
 
 def test_a_slip_in_one_number_is_found_at_once() -> None:

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate as replicate_with_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -68,10 +67,6 @@ def in_parts(module: nn.Sequential, mesh: DeviceMesh) -> Any:
 
 def in_replicate(module: nn.Sequential, mesh: DeviceMesh) -> Any:
     return replicate(module, mesh=mesh)
-
-
-def in_replicate_with_ddp(module: nn.Sequential, mesh: DeviceMesh) -> Any:
-    return replicate_with_ddp(module, process_group=mesh.get_group())
 
 
 WRAPPERS: Mapping[str, Wrap] = {

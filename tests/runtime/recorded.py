@@ -50,15 +50,22 @@ class Recorded:
     For programs that draw no random numbers, and whose operations declare what they change.
     """
 
-    def __init__(self, run: Callable[[], None], log: list[str]) -> None:
-        self._log = log
-        with _Recorder() as recorder:
-            run()
-        for memory, earlier in recorder.before.values():
-            memory.copy_(earlier)
+    def __init__(self, graphs: Any) -> None:
+        self._log: list[str] = graphs.log
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def capture(self, run: Callable[[], None]) -> None:
+        self._log.append("capture")
+        recorder = _Recorder()
+        try:
+            with recorder:
+                run()
+        finally:
+            for memory, earlier in recorder.before.values():
+                memory.copy_(earlier)
         self._operations = recorder.operations
 
-    def replay(self, number: int) -> None:
+    def replay(self) -> None:
         self._log.append("replay")
         with torch.no_grad():
             for func, args, kwargs, results in self._operations:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taktline.meta import Signature
-from taktline.runtime.agreement import WHICH_STEP, Record, difference, other_kind
-from taktline.runtime.introduction import INTRODUCTION, examples, introduced, misfit
+from taktline.runtime.agreement import (
+    INTRODUCTION,
+    SAME_STEP,
+    Record,
+    difference,
+    first_difference,
+    misfit,
+    option,
+    other_kind,
+)
+from taktline.runtime.agreement import digest as digest_of
+from taktline.transport import local, transport_of
 from taktline.transport.exchange import share_values
 from taktline.transport.one_rank import Alone
 
@@ -33,40 +40,24 @@ LOOP = [0, 1, 2, 3, 0, 1, 2, 3]
 
 HELD = [[0, 4], [1, 5], [2, 6], [3, 7]]
 
-
-def introductions(
-    held: Sequence[list[int]] = HELD, rank_of: list[int] = LOOP, **differing: Sequence[Any]
-) -> list[SimpleNamespace]:
-    """The ranks that hold these stages, each with its own value of some fields."""
-    alike = ALIKE | {"num_stages": len(rank_of), "rank_of": rank_of}
-    return [
-        introduced(
-            alike | {"stages": stages} | {field: of[rank] for field, of in differing.items()}
-        )
-        for rank, stages in enumerate(held)
-    ]
-
-
 ALIKE: dict[str, Any] = {
-    "schedule": "1F1B",
-    "microbatches": 8,
-    "plan": "0123456789abcdef",
-    "trains": True,
-    "dynamic_shapes": False,
-    "run_ahead": False,
+    "options": 1,
+    "model": 0,
     "shards": False,
     "reduces": False,
     "in_company": False,
-    "takes": [],
-    "gives": [],
     "ties": [],
-    "model": 0,
     "number": 1,
 }
 
 
+def introductions(held: Sequence[list[int]] = HELD) -> list[dict[str, Any]]:
+    """The ranks that hold these stages."""
+    return [ALIKE | {"stages": stages} for stages in held]
+
+
 def test_an_introduction_survives_as_text() -> None:
-    mine = ALIKE | {"schedule": "plan 'größer'", "num_stages": 2, "stages": [1], "rank_of": [0, 1]}
+    (mine,) = introductions([[1]])
     assert share_values(Alone(), mine, INTRODUCTION, "a test", what="it") == [mine]
 
 
@@ -83,64 +74,7 @@ def test_an_introduction_survives_as_text() -> None:
     ids=str,
 )
 def test_ranks_that_fit_together(held: list[list[int]], rank_of: list[int]) -> None:
-    assert misfit(introductions(held, rank_of)) is None
-
-
-def test_examples_that_do_not_fit_together() -> None:
-    def example(*shape: int, dtype: torch.dtype = torch.float32) -> Signature:
-        return Signature.of([torch.zeros(shape, dtype=dtype)])
-
-    gives = [examples({0: example(4, 8)}), [], examples({2: example(4, 8)}), []]
-    fits = [[], examples({1: example(9, 8)}), [], examples({3: example(4, 8)})]
-    assert misfit(introductions(gives=gives, takes=fits)) is None
-    half = examples({3: example(4, 8, dtype=torch.float16)})
-    assert misfit(introductions(gives=gives, takes=[*fits[:3], half])) == (
-        "stage 2 on rank 2 has (float32[4, 8]) (output_args), but stage 3 on rank 3 takes "
-        "(float16[4, 8]) (input_args): output 0 is float32[4, 8], not float16[4, 8]"
-    )
-
-
-@pytest.mark.parametrize(
-    ("field", "values", "text"),
-    [
-        (
-            "schedule",
-            ["GPipe", "1F1B", "GPipe", "1F1B"],
-            "the ranks disagree on the schedule: GPipe on rank 0, 2; 1F1B on rank 1, 3",
-        ),
-        (
-            "schedule",
-            ["A", "B", "C", "A"],
-            "the ranks disagree on the schedule: A on rank 0, 3; B on rank 1; C on rank 2",
-        ),
-        (
-            "microbatches",
-            [8, 8, 8, 4],
-            "the ranks disagree on the number of micro-batches: 8 on rank 0, 1, 2; 4 on rank 3",
-        ),
-        (
-            "num_stages",
-            [8, 4, 4, 4],
-            "the ranks disagree on the number of stages: 8 on rank 0; 4 on rank 1, 2, 3",
-        ),
-        (
-            "trains",
-            [False, True, False, False],
-            "the ranks disagree on the presence of a loss_fn: False on rank 0, 2, 3; True on "
-            "rank 1",
-        ),
-    ],
-)
-def test_ranks_that_disagree(field: str, values: list[Any], text: str) -> None:
-    assert misfit(introductions(**{field: values})) == f"{text}; pass the same on every rank"
-
-
-def test_ranks_with_different_plans() -> None:
-    plans = ["a" * 64, "b" * 64, "a" * 64, "b" * 64]
-    assert misfit(introductions(plan=plans)) == (
-        "the ranks have different plans: aaaaaaaa on rank 0, 2; bbbbbbbb on rank 1, 3; build or "
-        "read the same plan on each"
-    )
+    assert misfit(introductions(held), rank_of) is None
 
 
 @pytest.mark.parametrize(
@@ -149,113 +83,66 @@ def test_ranks_with_different_plans() -> None:
         (
             [[0, 4], [1, 1], [2, 6, 7], []],
             LOOP,
-            "stage 1 exists 2 times: on rank 1, 1; stage 3 is missing: no rank has it; stage 5 is "
-            "missing: no rank has it. Rank 1 has 2 stages (1, 1) and needs 2 stages (1, 5); rank 2 "
-            "has 3 stages (2, 6, 7) and needs 2 stages (2, 6); rank 3 has no stage and needs 2 "
-            "stages (3, 7)",
-        ),
-        (
-            [[0, 4]] * 4,
-            LOOP,
-            "stage 0 exists 4 times: on rank 0, 1, 2, 3; stage 1 is missing: no rank has it; stage "
-            "2 is missing: no rank has it; stage 3 is missing: no rank has it; stage 4 exists 4 "
-            "times: on rank 0, 1, 2, 3; stage 5 is missing: no rank has it; stage 6 is missing: no "
-            "rank has it; stage 7 is missing: no rank has it. Rank 1 has 2 stages (0, 4) and needs "
-            "2 stages (1, 5); rank 2 has 2 stages (0, 4) and needs 2 stages (2, 6); rank 3 has 2 "
-            "stages (0, 4) and needs 2 stages (3, 7)",
-        ),
-        (
-            [[0, 4, 5], [1, 5], [2, 6], [3, 7, 0]],
-            LOOP,
-            "stage 0 exists 2 times: on rank 0, 3; stage 5 exists 2 times: on rank 0, 1. Rank 0 "
-            "has 3 stages (0, 4, 5) and needs 2 stages (0, 4); rank 3 has 3 stages (3, 7, 0) and "
-            "needs 2 stages (3, 7)",
-        ),
-        (
-            [[0, 7], [1, 6], [2, 5], [3, 4]],
-            LOOP,
-            "the stages are not where the schedule runs them. Rank 0 has 2 stages (0, 7) and needs "
-            "2 stages (0, 4); rank 1 has 2 stages (1, 6) and needs 2 stages (1, 5); rank 2 has 2 "
-            "stages (2, 5) and needs 2 stages (2, 6); rank 3 has 2 stages (3, 4) and needs 2 "
-            "stages (3, 7)",
+            "rank 1 has stages 1, 1 and needs stages 1, 5; rank 2 has stages 2, 6, 7 and needs "
+            "stages 2, 6; rank 3 has no stage and needs stages 3, 7",
         ),
         (
             [[0], [2], [1]],
             [0, 0, 1],
-            "the stages are not where the schedule runs them. Rank 0 has 1 stage (0) and needs 2 "
-            "stages (0, 1); rank 2 has 1 stage (1) and needs no stage",
+            "rank 0 has stage 0 and needs stages 0, 1; rank 2 has stage 1 and needs no stage",
         ),
-        (
-            [[], [], [], []],
-            [0, 1, 2, 3],
-            "stage 0 is missing: no rank has it; stage 1 is missing: no rank has it; "
-            "stage 2 is missing: no rank has it; stage 3 is missing: no rank has it. "
-            "Rank 0 has no stage and needs 1 stage (0); rank 1 has no stage and needs 1 stage (1); "
-            "rank 2 has no stage and needs 1 stage (2); rank 3 has no stage and needs 1 stage (3)",
-        ),
-        (
-            # One that the plan does not know.
-            [[0], [1, 5]],
-            [0, 1],
-            "the stages are not where the schedule runs them. Rank 1 has 2 stages (1, 5) and needs "
-            "1 stage (1)",
-        ),
+        # One that the plan does not know.
+        ([[0], [1, 5]], [0, 1], "rank 1 has stages 1, 5 and needs stage 1"),
     ],
 )
-def test_stages_that_are_missing_or_there_too_often(
+def test_stages_that_are_not_where_the_plan_wants_them(
     held: list[list[int]], rank_of: list[int], text: str
 ) -> None:
-    assert misfit(introductions(held, rank_of)) == text
-
-
-def test_the_first_thing_that_does_not_fit_is_told() -> None:
-    """What explains the rest comes first."""
-    everything = {
-        "schedule": ["A", "B"],
-        "microbatches": [1, 2],
-        "num_stages": [2, 3],
-        "trains": [True, False],
-        "plan": ["a" * 64, "b" * 64],
-    }
-    nouns = ["schedule", "number of micro-batches", "number of stages", "presence of a loss_fn"]
-    for noun in nouns:
-        text = misfit(introductions([[1], [0]], [0, 1], **everything))
-        assert text is not None
-        assert text.startswith(f"the ranks disagree on the {noun}: ")
-        del everything[next(iter(everything))]
-    text = misfit(introductions([[1], [0]], [0, 1], **everything))
-    assert text is not None
-    assert text.startswith("the stages are not where the schedule runs them. ")
-    text = misfit(introductions([[0], [1]], [0, 1], **everything))
-    assert text is not None
-    assert text.startswith("the ranks have different plans: ")
+    beginning = "the stages are not where the schedule runs them: "
+    assert misfit(introductions(held), rank_of) == f"{beginning}{text}"
 
 
 @given(st.permutations(range(8)).map(list), st.integers(0, 7))
 def test_only_the_stages_of_the_plan_fit(order: list[int], cut: int) -> None:
     held = [sorted(order[start : start + 2]) for start in range(0, 8, 2)]
-    assert (misfit(introductions(held)) is None) == (held == HELD)
+    assert (misfit(introductions(held), LOOP) is None) == (held == HELD)
     without = [[stage for stage in stages if stage != cut] for stages in HELD]
-    assert misfit(introductions(without)) == (
-        f"stage {cut} is missing: no rank has it. Rank {cut % 4} has 1 stage ({(cut + 4) % 8}) and "
-        f"needs 2 stages ({cut % 4}, {cut % 4 + 4})"
+    assert misfit(introductions(without), LOOP) == (
+        f"the stages are not where the schedule runs them: rank {cut % 4} has stage "
+        f"{(cut + 4) % 8} and needs stages {cut % 4}, {cut % 4 + 4}"
     )
 
 
-CALL = Record(
-    failed=0,
-    schedule=1,
-    waiting=0,
-    place=0,
-    call=7,
-    step=5,
-    plan=0x1234567890ABCDE,
-    batch=0,
-    target=0,
-    shares=0,
-    traces=0,
-    inputs=0,
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([["a", "b"]] * 3, None),
+        ([["a", "b"], ["a", "b"], None], None),
+        ([["a", "b"], ["a", "c"], ["a", "b"]], "option two is b on rank 0, but c on rank 1"),
+        # What most have is compared with the first other one.
+        ([["x", "b"], ["a", "b"], ["a", "b"]], "option one is a on rank 1, but x on rank 0"),
+        ([["a", "b"], ["a"], ["a"]], "rank 1 has no option two, which is b on rank 0"),
+    ],
+    ids=str,
 )
+def test_blueprints(values: list[list[str] | None], text: str | None) -> None:
+    def main(rank: int) -> str | None:
+        said = [
+            tuple(option(*pair) for pair in zip(("one", "two"), each or (), strict=False))
+            for each in values
+        ]
+        return first_difference(transport_of(), said[rank], [digest_of(each) for each in said])
+
+    found = local.run(main, len(values))
+    if text is None:
+        assert found == [None] * len(values)
+    else:
+        beginning = "the ranks do not build the same pipeline: "
+        advice = "; build the same model with the same options and cuts on every rank"
+        assert found == [f"{beginning}{text}{advice}"] * len(values)
+
+
+CALL = Record(schedule=1, call=7, step=5, plan=0x1234567890ABCDE)
 
 
 def calls(**differing: Sequence[int]) -> list[Record]:
@@ -287,9 +174,6 @@ def calls(**differing: Sequence[int]) -> list[Record]:
         {"batch": [1, 0], "target": [0, 7]},
         # Each rank's own affair.
         {"inputs": [1, 2, 3, 4]},
-        # A rank may have made some that it has not used.
-        {"schedule": [0, 0], "waiting": [2, 1], "place": [1, 0]},
-        {"schedule": [0, 0], "waiting": [2, 2], "place": [1, 1]},
     ],
     ids=str,
 )
@@ -307,12 +191,6 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
             "order on every rank",
         ),
         (
-            {"schedule": [0, 0], "waiting": [2, 2], "place": [0, 1]},
-            "the ranks begin with different schedules of those made and not stepped yet: number 1 "
-            "on rank 0; number 2 on rank 1; make and step the schedules in the same order on "
-            "every rank",
-        ),
-        (
             {"call": [4, 3]},
             "the ranks are in different calls of step() and eval(): number 4 on rank 0; number 3 "
             "on rank 1; a rank has left one out, or made one more. Make the same calls on every "
@@ -325,12 +203,12 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
         ),
         (
             {"compared": [7, 7, 7], "arguments": [0, 11 << 56, 12 << 56]},
-            "the ranks were given different arguments in call 7: digest 0b000000 on rank 1; "
+            "the ranks were given different arguments: digest 0b000000 on rank 1; "
             f"digest 0c000000 on rank 2; {ONE_BATCH}",
         ),
         (
             {"compared": [6, 6, 5], "arguments": [11, 11, 11], "targets": [12 << 56, 13 << 56, 1]},
-            "the ranks were given different targets in call 6: digest 0c000000 on rank 0; digest "
+            "the ranks were given different targets: digest 0c000000 on rank 0; digest "
             f"0d000000 on rank 1; {ONE_BATCH}",
         ),
         (
@@ -378,7 +256,7 @@ def test_calls_that_are_not_one_step(differing: dict[str, list[int]], text: str)
 
 
 def mismatch(calls: Sequence[Record]) -> str | None:
-    return difference(WHICH_STEP, calls) or other_kind(calls)
+    return difference(SAME_STEP, calls) or other_kind(calls)
 
 
 def test_the_first_thing_that_keeps_calls_apart_is_told() -> None:

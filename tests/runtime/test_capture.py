@@ -14,46 +14,43 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.plan import Action
-from taktline.runtime.bind import Binding
-from taktline.runtime.capture import Captures
-from taktline.runtime.capture.cuda import Graph
-from taktline.runtime.capture.gradient_buffers import Adding
-from taktline.runtime.capture.module_state import Attribute, Kept, keep_state, state_of
-from taktline.runtime.capture.streams import is_loop, side_by_side
+from taktline.runtime.capture import Captures, Graph
+from taktline.runtime.capture.buffers import Adding
+from taktline.runtime.capture.cuda import is_loop
+from taktline.runtime.capture.state import State
 from taktline.stage import autograd_engine
 
 WIDTH = 6
 
 
 class Again:
-    """A graph that is the program itself."""
+    """A graph that is the program itself: a capture runs nothing."""
 
-    def __init__(self, run: Callable[[], None], log: list[str]) -> None:
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs = graphs
+        self._run: Callable[[], None] = lambda: None
+
+    def capture(self, run: Callable[[], None]) -> None:
+        if self._graphs.fails is not None:
+            raise self._graphs.fails
+        self._graphs.log.append("capture")
         self._run = run
-        self._log = log
 
-    def replay(self, number: int) -> None:
-        self._log.append("replay")
+    def replay(self) -> None:
+        self._graphs.log.append("replay")
         self._run()
 
 
 class Graphs:
-    """Notes captures, which run nothing, and replays."""
+    """Makes graphs, and notes captures and replays."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.fails: Exception | None = None
-        self.make: Callable[[Callable[[], None], list[str]], Graph] = Again
+        self.make: Callable[[Graphs], Graph] = Again
 
-    def refusal(self) -> str | None:
-        return None
-
-    def capture(self, binding: Binding, make: Callable[[Binding], Callable[[], None]]) -> Graph:
-        run = make(binding)
-        if self.fails is not None:
-            raise self.fails
-        self.log.append("capture")
-        return self.make(run, self.log)
+    def __call__(self) -> Graph:
+        return self.make(self)
 
 
 class Stage(nn.Module):
@@ -71,10 +68,9 @@ class Stage(nn.Module):
 class Scaled(Stage):
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(0.1)
-        self.scale, self.calls = torch.ones(WIDTH, device=device), 0
+        self.scale = torch.ones(WIDTH, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
         return super().forward(x) * self.scale
 
 
@@ -118,7 +114,10 @@ class Pair:
         x, target = torch.randn(
             2, rows, WIDTH, generator=torch.Generator().manual_seed(seed)
         ).unbind()
-        found = [pipe.step(x, target=target, return_outputs=True, **options) for pipe in self.both]
+        found = []
+        for pipe in self.both:
+            torch.manual_seed(seed)
+            found.append(pipe.step(x, target=target, return_outputs=True, **options))
         for ours, theirs in zip(*found, strict=True):
             assert torch.equal(ours, theirs)
         self.compare()
@@ -131,11 +130,15 @@ class Pair:
             assert (mine is None) == (other is None), name
             assert mine is None or other is None or torch.equal(mine, other), name
 
+    def train(self, steps: int, *, zeroes: bool = True, **options: Any) -> None:
+        for seed in range(steps):
+            self.step(seed=seed, **options)
+            if zeroes:
+                self.each(tl.Pipeline.zero_grad)
+
     def settle(self, **options: Any) -> None:
         """Run until the step is captured."""
-        for seed in range(4):
-            self.step(seed=seed, **options)
-            self.each(tl.Pipeline.zero_grad)
+        self.train(4, **options)
         assert self.graphs.log == ["capture", "replay"]
 
 
@@ -149,8 +152,8 @@ def count(pair: Pair, what: str) -> int:
 def test_schedules(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[list[Action]] = []
     monkeypatch.setattr(
-        "taktline.runtime.capture.captures.side_by_side",
-        lambda actions, *rest: (run.append(actions), side_by_side(actions, *rest))[1],
+        "taktline.runtime.capture.captures.is_loop",
+        lambda actions: (run.append(actions), is_loop(actions))[1],
     )
     per_rank = 1 if schedule in ("gpipe", "1f1b") else 2
     pair = Pair(lambda: [Stage() for _ in range(2 * per_rank)], schedule=schedule)
@@ -234,12 +237,42 @@ def test_a_gradient_that_is_kept_is_not_written_over() -> None:
     pair.step(seed=1)
     kept = [[p.grad for p in pipe.parameters()] for pipe in pair.both]
     pair.each(tl.Pipeline.zero_grad)
-    for seed in range(4):
-        pair.step(seed=seed)
+    pair.train(4, zeroes=False)
     for ours, theirs in zip(*kept, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or theirs is None or torch.equal(ours, theirs)
     assert count(pair, "capture") == 2
+
+
+@pytest.mark.parametrize("share", [torch.Tensor.detach, torch.Tensor.flatten, lambda x: x[1:]])
+def test_memory_of_a_gradient_that_is_kept_is_not_written_over(
+    share: Callable[[Tensor], Tensor],
+) -> None:
+    pair = Pair()
+    pair.settle()
+    pair.step(seed=1)
+    kept = [[share(p.grad) for p in pipe.parameters() if p.grad is not None] for pipe in pair.both]
+    pair.each(tl.Pipeline.zero_grad)
+    pair.train(4)
+    assert all(map(torch.equal, *kept))
+    assert count(pair, "capture") == 2
+    assert pair.graphs.log[-1] == "replay"
+
+
+def test_a_gradient_is_kept_after_every_step() -> None:
+    pair = Pair()
+    pair.settle()
+    kept: list[Tensor | None] = []
+
+    def train() -> None:
+        for seed in range(20):
+            pair.step(seed=seed)
+            kept.append(pair.pipe.stages[0].get_parameter("linear.weight").grad)
+            pair.each(tl.Pipeline.zero_grad)
+
+    with pytest.warns(UserWarning, match="your code keeps or replaces gradients before every"):
+        train()
+    assert len({each.data_ptr() for each in kept if each is not None}) == 20
 
 
 def test_gradients_that_were_replaced_are_put_back() -> None:
@@ -335,8 +368,7 @@ class Weighted(nn.Module):
         self.register_buffer("weight", torch.ones(WIDTH))
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.latest = (self.weight * (output - target) ** 2).mean() * self.factor
-        return self.latest
+        return (self.weight * (output - target) ** 2).mean() * self.factor
 
 
 CHANGES = [
@@ -355,25 +387,19 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_has_changed_is_captured_anew(change: Callable[[tl.Pipeline], None]) -> None:
-    pair = Pair(lambda: [Scaled() for _ in range(4)], seed=3, loss_fn=Weighted())
+    pair = Pair(lambda: [Scaled() for _ in range(4)], ranks=1, loss_fn=Weighted())
     pair.settle()
     pair.each(change)
-    for seed in range(5):
-        pair.step(seed=seed)
-        pair.each(tl.Pipeline.zero_grad)
+    pair.train(5)
     assert count(pair, "capture") == 2
     assert pair.graphs.log[-1] == "replay"
 
 
 def test_a_change_before_the_capture() -> None:
     pair = Pair()
-    for seed in range(3):
-        pair.step(seed=seed)
-        pair.each(tl.Pipeline.zero_grad)
+    pair.train(3)
     pair.each(replace_forward)
-    for seed in range(3):
-        pair.step(seed=seed)
-        pair.each(tl.Pipeline.zero_grad)
+    pair.train(3)
     assert pair.graphs.log == ["capture", "replay", "replay"]
 
 
@@ -388,27 +414,21 @@ def test_a_change_before_every_step() -> None:
 
     with pytest.warns(
         UserWarning,
-        match="stage 0: 'shifts' of its modules changes before every step; keep it in a tensor",
+        match="stage 0: 'shifts' changes before every step; keep it in a tensor",
     ):
         train(range(12))
     assert pair.graphs.log == []
 
 
 def test_a_new_module_in_the_place_of_a_freed_one() -> None:
-    def counted(loss_fn: Weighted) -> list[Attribute]:
-        kept = Kept([], loss_fn)
-        loss_fn.factor += 1
-        return kept.changed_attributes()
-
-    old = Weighted()
-    place, changing = id(old), counted(old)
-    del old
-    made: list[nn.Module] = []
-    while id(new := Weighted()) != place:
-        made.append(new)
-    before = state_of([], new, changing)
-    new.factor += 1
-    assert state_of([], new, changing) != before
+    model = nn.Sequential(nn.ReLU())
+    stage = tl.PipelineStage(model, 0, 1, torch.device("cpu"))
+    before, place = State([stage]), id(model[0])
+    model[0] = nn.Identity()  # the state keeps the old one, so that its place is not free
+    made = [nn.ReLU() for _ in range(100)]
+    assert place not in map(id, made)
+    model[0] = made[0]
+    assert before.difference(State([stage])) == "stage 0: '0.training'"
 
 
 def test_a_loss_in_a_partial_call() -> None:
@@ -416,8 +436,7 @@ def test_a_loss_in_a_partial_call() -> None:
     pair = Pair(loss_fn=functools.partial(loss_fn))
     pair.settle()
     loss_fn.factor = 3.0
-    for seed in range(3):
-        pair.step(seed=seed)
+    pair.train(3, zeroes=False)
     assert count(pair, "capture") == 2
 
 
@@ -433,19 +452,36 @@ def test_a_loss_with_parameters_of_its_own() -> None:
     pair = Pair(loss_fn=Learned())
     with pytest.warns(UserWarning, match="loss_fn: it has parameters of its own; make them part"):
         pair.step()
-    for seed in range(4):
-        pair.step(seed=seed)
+    pair.train(4, zeroes=False)
     assert pair.graphs.log == []
 
 
 def test_modes_of_the_whole() -> None:
-    pair = Pair(lambda: [Stage(0.5) for _ in range(4)], seed=3)
+    pair = Pair()
     pair.settle()
     pair.each(lambda pipe: pipe.train(False))
     pair.step(seed=1)
     pair.each(lambda pipe: pipe.train())
     pair.step(seed=2)
     assert count(pair, "replay") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"seed": 3}, "a seed is set before each forward, which a replay"),
+        ({}, "ranks that share a process draw random numbers of their own; use one rank"),
+    ],
+)
+def test_steps_with_a_seed_run_eagerly(options: dict[str, Any], reason: str) -> None:
+    """So do those of ranks of one process that draw numbers of their own."""
+    pair = Pair(lambda: [Stage(0.5) for _ in range(4)], **options)
+    if not options:
+        pair.step()  # finds out
+    with pytest.warns(UserWarning, match=reason):
+        pair.step()
+    pair.train(4, zeroes=False)
+    assert pair.graphs.log == []
 
 
 def test_new_hooks_are_called() -> None:
@@ -511,13 +547,6 @@ def test_added_losses() -> None:
         assert len(lists[0]) == 4
         pair.compare()
     assert count(pair, "replay") == 3
-
-
-def test_dropout_by_a_seed() -> None:
-    pair = Pair(lambda: [Stage(0.5) for _ in range(4)], seed=7)
-    pair.settle()
-    first = pair.step(seed=1)[0]
-    assert not torch.equal(first, pair.step(seed=1)[0])
 
 
 def test_evaluation() -> None:
@@ -610,29 +639,12 @@ def test_deferred_batch_norm() -> None:
 def test_a_failed_capture_leaves_nothing_behind() -> None:
     pair = Pair()
     pair.graphs.fails = ValueError("not here")
-    for seed in range(3):
-        pair.step(seed=seed)
+    pair.train(3, zeroes=False)
     with pytest.warns(UserWarning, match="so it runs eagerly: ValueError: not here"):
         pair.step(seed=3)
     pair.step(seed=4)
     assert pair.graphs.log == []
     assert "step() with 8 rows in 4 micro-batches: eagerly, ValueError: not here" in str(pair.pipe)
-
-
-def test_what_a_failed_capture_has_left_in_modules_is_put_back() -> None:
-    module = nn.BatchNorm1d(2)
-    mean, stage = module.running_mean, tl.PipelineStage(module, 0, 1, torch.device("cpu"))
-    loss_fn = Weighted()
-    restore = keep_state([stage], loss_fn)
-    loss_fn(torch.ones(WIDTH), torch.zeros(WIDTH))
-    module.running_mean = torch.full((2,), 7.0)
-    module.latest = torch.zeros(())
-    module.eps = 3.0
-    restore()
-    assert module.running_mean is mean
-    assert not hasattr(module, "latest")
-    assert module.eps == 1e-5
-    assert not hasattr(loss_fn, "latest")
 
 
 class Odd(Stage):
@@ -655,8 +667,7 @@ def test_a_step_that_fails_drops_the_graphs() -> None:
             pipe.step(torch.ones(12, WIDTH), target=torch.ones(12, WIDTH))
         stage.fails = False
         pipe.zero_grad()
-    for seed in range(4):
-        pair.step(seed=seed)
+    pair.train(4, zeroes=False)
     assert count(pair, "capture") == 2
 
 
@@ -725,7 +736,7 @@ def test_ranks_that_are_threads_run_eagerly() -> None:
 def test_shapes_that_depend_on_values() -> None:
     graphs = Graphs()
     stage = tl.PipelineStage(Stage(), 0, 1, torch.device("cpu"))
-    captures = Captures(graphs, [stage], dynamic_shapes=True)
+    captures = Captures([stage], stage.device, graphs, dynamic_shapes=True)
     assert captures._refusal is not None
     assert "dynamic_shapes" in captures._refusal
 
@@ -741,8 +752,7 @@ class Twice(Stage):
 
 def test_gradients_are_added_in_their_order() -> None:
     pair = Pair(lambda: [Stage(), Twice(), Stage(), Twice()])
-    for seed in range(6):  # without zero_grad, so that each addition rounds
-        pair.step(seed=seed)
+    pair.train(6, zeroes=False)
     assert count(pair, "replay") == 3
 
 
@@ -772,16 +782,14 @@ def test_large_gradients_are_added_one_by_one(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         autograd_engine, "add_all", lambda *both: (added.append(both[0][0].dim()), add(*both))
     )
-    for seed in range(6):
-        pair.step(seed=seed)
+    pair.train(6, zeroes=False)
     assert set(added) == {1}
 
 
 def test_few_gradients_wait_to_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("taktline.runtime.capture.gradient_buffers._MOST", 4 * WIDTH)
+    monkeypatch.setattr("taktline.runtime.capture.buffers._MOST", 4 * WIDTH)
     pair = Pair()
-    for seed in range(6):
-        pair.step(seed=seed)
+    pair.train(6, zeroes=False)
     assert count(pair, "replay") == 3
 
 
@@ -792,7 +800,7 @@ def test_the_gradients_of_weights_are_left_to_w() -> None:
     stage = tl.PipelineStage(layer, 0, 1, torch.device("cpu"))
     stage.begin()
     x = torch.ones(2, WIDTH, requires_grad=True)
-    with Adding(buffers).instead() as adding:
+    with Adding([weight, bias], buffers).instead() as adding:
         stage.keep(0, [x], [layer(x)])
         stage.backward_input(0, [torch.ones(2, WIDTH)])
         adding.take_all()
@@ -812,26 +820,10 @@ class Normed(Stage):
         return super().forward(self.batch_norm(x))
 
 
-class Remembering(Stage):
-    """Uses what it has computed for the micro-batch before."""
-
-    before: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = super().forward(x)
-        if self.before is not None:
-            found = found + self.before
-        self.before = found.detach()
-        return found
-
-
-@pytest.mark.parametrize("stage", [Normed, Remembering])
-def test_forwards_that_change_what_they_keep_stay_in_order(stage: type[Stage]) -> None:
+def test_forwards_that_change_what_they_keep_stay_in_order() -> None:
     # The backwards of this schedule run from the last micro-batch to the first.
-    pair = Pair(lambda: [stage() for _ in range(4)], schedule="looped_bfs")
-    for seed in range(6):
-        pair.step(seed=seed)
-        pair.each(tl.Pipeline.zero_grad)
+    pair = Pair(lambda: [Normed() for _ in range(4)], schedule="looped_bfs")
+    pair.train(6)
     assert count(pair, "replay") == 3
     for ours, theirs in zip(*(pipe.stages.values() for pipe in pair.both), strict=True):
         for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):

@@ -33,7 +33,6 @@ from tests.runtime.parallel import (
     in_fsdp,
     in_nested_fsdp,
     in_parts,
-    in_replicate_with_ddp,
     mesh_of,
     named,
     run_case,
@@ -68,10 +67,9 @@ def test_gradients_equal_those_of_the_plain_model(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("wrap", [in_parts, in_replicate_with_ddp])
 @pytest.mark.parametrize("schedule", SPLIT)
-def test_other_ways_to_wrap(workers: Workers, schedule: str, wrap: Wrap) -> None:
-    case = Case(schedule, wrap, ("step", "update", "step", "eval"), model="llama")
+def test_each_layer_a_root_of_its_own(workers: Workers, schedule: str) -> None:
+    case = Case(schedule, in_parts, ("step", "update", "step", "eval"), model="llama")
     assert_like_plain(workers.run(run_case, case, ranks=4), case)
 
 

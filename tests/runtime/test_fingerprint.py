@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import OrderedDict, UserDict, namedtuple
+from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils.data import DataLoader
 
-from taktline.runtime.fingerprint import Fingerprint, due
+from taktline.runtime.fingerprint import Fingerprint
 from tests.workers import Workers
 
 pytestmark = pytest.mark.filterwarnings(
@@ -95,11 +94,6 @@ def test_views_that_are_computed_when_read() -> None:
     assert of(plain.conj().imag) == of(torch.tensor([-2.0, 4.0]))
 
 
-def test_expanded() -> None:
-    row = torch.randn(64)
-    assert of(row.expand(512, 64)) == of(row.repeat(512, 1))
-
-
 @pytest.mark.parametrize("shape", [(16, 4096), (64, 128), (4096, 4096), (3, 40961)])
 def test_every_row_and_most_columns_are_looked_at(shape: tuple[int, int]) -> None:
     """As tokens have it: columns that all batches share, such as the first and the last one."""
@@ -120,17 +114,6 @@ def test_the_first_and_last_of_many_are_within_bounds() -> None:
         assert of(torch.ones(count)) == of(torch.ones(count))
 
 
-def test_two_shuffles_and_two_steps() -> None:
-    data = [(torch.tensor([i % 7, i % 3]), i % 10) for i in range(64)]
-    loaders = [
-        DataLoader(data, 16, shuffle=True, generator=torch.Generator().manual_seed(seed))  # pyright: ignore[reportArgumentType]
-        for seed in (0, 0, 1)
-    ]
-    first, again, other = ([of(x, y) for x, y in loader] for loader in loaders)
-    assert first == again
-    assert len({*first, *other}) == 8
-
-
 def test_float64_that_end_in_zeros() -> None:
     """Their last 40 bits are equal, which must not leave a few bits to tell them apart."""
     torch.manual_seed(0)
@@ -147,12 +130,9 @@ def test_python_values_by_type_and_value() -> None:
 
 def test_places_in_containers() -> None:
     x, y = torch.zeros(2), torch.ones(2)
-    trees = [(x, y), (y, x), ((x, y),), ({"a": x, "b": y},), ({"a": y, "b": x},), (x,), (x, y, y)]
+    trees = [(x, y), (y, x), (x,), (x, y, y)]
     assert len({of(*tree) for tree in trees}) == len(trees)
-    assert of({"a": x, "b": y}) == of({"b": y, "a": x}), "keyword arguments have no order"
-    assert of([x, y]) == of((x, y)) == of(Point(x, y))
-    assert of({"a": x}) == of(OrderedDict(a=x)) == of(UserDict(a=x))
-    assert of({1: x}) != of({"1": x})
+    assert of([x, y]) == of((x, y)) == of(Point(x, y)) == of({"a": x, "b": y})
 
 
 def test_other_objects_by_type() -> None:
@@ -224,11 +204,3 @@ def test_on_a_gpu_without_waiting() -> None:
     torch.cuda.synchronize()
     assert started.ready
     assert started.read() == Fingerprint(cpu).read()
-
-
-def test_ready_at_once_on_the_cpu() -> None:
-    assert Fingerprint(torch.ones(3)).ready
-
-
-def test_when_to_look() -> None:
-    assert [step for step in range(50) if due(step)] == [0, 1, 2, 3, 4, 16, 32, 48]

@@ -135,9 +135,9 @@ class May(nn.Linear):
         return Fails.apply(output) if self.fails else output  # pyright: ignore[reportReturnType]
 
 
-@pytest.mark.parametrize(("schedule", "kind"), [("1f1b", "B"), ("zbv", "I")])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("stage", range(4))
-def test_an_error_in_a_backward_names_its_stage(schedule: str, kind: str, stage: int) -> None:
+def test_an_error_in_a_backward_names_its_stage(schedule: str, stage: int) -> None:
     stages = [May(4, 4) for _ in range(4)]
     pipe = pipeline(stages, schedule, ranks=4 if schedule == "1f1b" else 2)
     expected = [pipe.step(X, target=Y), pipe.step(X, target=Y)][-1]
@@ -145,7 +145,7 @@ def test_an_error_in_a_backward_names_its_stage(schedule: str, kind: str, stage:
     with pytest.raises(StageError) as caught:
         pipe.step(X, target=Y)
     rank = stage if schedule == "1f1b" else [0, 1, 1, 0][stage]
-    assert f"rank {rank}, stage {stage}, micro-batch 0 ({stage}{kind}0)" in str(caught.value)
+    assert f"rank {rank}, stage {stage}, micro-batch 0 ({stage}B0)" in str(caught.value)
     assert "ValueError: on purpose" in str(caught.value)
     stages[stage].fails = False
     assert pipe.step(X, target=Y) == expected

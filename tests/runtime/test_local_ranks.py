@@ -8,14 +8,13 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import taktline as tl
-from taktline.errors import DeadlockError, StageError, TransportError
-from taktline.plan import Kind, Plan, build, lower
+from taktline.errors import StageError, TransportError
+from taktline.plan import Kind, Plan, build
 from taktline.plan.schedules import names
 from taktline.runtime.runnable_plan import Runnable, merged
 from taktline.stage.names import declare
@@ -69,17 +68,6 @@ def test_one_order_for_all_ranks(name: str, ranks: int) -> None:
         in_order(program, merged(program))
 
 
-def test_a_plan_that_cannot_go_on() -> None:
-    plan = lower(build("gpipe", ranks=2, microbatches=1))
-    by_rank = [plan.rows_of(rank) for rank in range(2)]
-    backwards = plan.with_rows([by_rank[0][np.arange(len(by_rank[0]))[::-1]], by_rank[1]])
-    with pytest.raises(DeadlockError) as caught:
-        merged(backwards)
-    assert str(caught.value) == (
-        "no rank can go on\n  rank 0: 0B0 waits for 1SEND_B0\n  rank 1: 1F0 waits for 0SEND_F0"
-    )
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_every_rank_runs_in_the_callers_thread(schedule: str) -> None:
     seen: set[tuple[int, int]] = set()
@@ -120,7 +108,7 @@ def test_no_rank_runs_ahead_in_an_evaluation(microbatches: int) -> None:
 
     pipe = pipeline(*[Watched(seen) for _ in range(4)], microbatches=microbatches)
     pipe.eval(torch.ones(32, 4), target=torch.zeros(32, 4))
-    assert most <= 3
+    assert most <= 4
 
 
 class Draws(nn.Linear):
@@ -234,16 +222,12 @@ def test_a_trace_has_every_rank() -> None:
     assert trace.clock_error == 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_halves_of_a_backward_are_one_in_one_process(
-    monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
-    """Where ranks draw; the gradients are the same, and a trace shows each half by itself."""
+def test_the_halves_of_a_backward_are_one_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are the same, and a trace shows each half by itself."""
     torch.manual_seed(0)
-    stages = [nn.Sequential(Draws(), nn.Tanh()) for _ in range(2 * ranks)]
-    pipe = tl.Pipeline(
-        stages, schedule="zbv", microbatches=4, ranks=ranks, loss_fn=nn.functional.mse_loss
-    )
+    actions = [f"0{kind}{m}" for m in range(4) for kind in "FIW"]
+    stage = tl.PipelineStage(Draws(), 0, 1, torch.device("cpu"))
+    pipe = tl.ScheduleFromPlan([stage], Plan.from_actions([actions]), nn.functional.mse_loss)
     calls: list[Kind] = []
     for kind, name in ((Kind.B, "backward"), (Kind.I, "backward_input")):
         method = getattr(tl.PipelineStage, name)
@@ -256,18 +240,16 @@ def test_the_halves_of_a_backward_are_one_in_one_process(
     found = []
     for trace in (False, True):
         calls.clear()
-        for parameter in pipe.parameters():
-            parameter.grad = None
+        stage.submod.zero_grad()
         if trace:
             with pipe.trace() as seen:
                 pipe.step(X, target=Y)
-            spans = [span for rank in range(ranks) for span in seen.timeline.spans(rank)]
-            kinds = [span.action.kind for span in spans]
-            assert kinds.count(Kind.I) == kinds.count(Kind.W) == len(stages) * 4
+            kinds = [span.action.kind for span in seen.timeline.spans(0)]
+            assert kinds.count(Kind.I) == kinds.count(Kind.W) == 4
         else:
             pipe.step(X, target=Y)
-        assert calls == [Kind.I if trace else Kind.B] * len(stages) * 4
-        found.append([parameter.grad for parameter in pipe.parameters()])
+        assert calls == [Kind.I if trace else Kind.B] * 4
+        found.append([parameter.grad for parameter in stage.submod.parameters()])
     assert all(map(torch.equal, *found))
 
 

@@ -169,6 +169,7 @@ def train_on_tokens(
 WAYS = ("function", "numbers", "tensor", "unscaled", "sum")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("way", WAYS)
@@ -435,7 +436,8 @@ def weighted(rank: int, group: Any, weights: Any) -> None:
     [
         (
             [1, 2, 3],
-            "loss_weights has 3 numbers, but there are 4 micro-batches; pass one for each",
+            "loss_weights has 3 numbers, but there are 4 micro-batches; pass one for each, or a "
+            "function of a micro-batch's target: a batch with fewer rows has fewer",
         ),
         (
             [1, 2, 3, -1],

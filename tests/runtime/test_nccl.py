@@ -27,9 +27,7 @@ STAGES = {"1f1b": 1, "zbv": 2}
 """How many stages each schedule has on a rank."""
 
 
-def train(
-    rank: int, ranks: int, schedule: str, run_ahead: bool, port: int, results: SimpleQueue[bool]
-) -> None:
+def train(rank: int, ranks: int, schedule: str, port: int, results: SimpleQueue[bool]) -> None:
     """Whether losses and gradients are those of the plain model, to the last bit."""
     os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -53,7 +51,6 @@ def train(
         microbatches=MICROBATCHES,
         loss_fn=nn.functional.mse_loss,
         device="cuda",
-        run_ahead=run_ahead,
     )
     same = True
     for number in range(7):  # in the first, shapes are learned; in the first five, data is compared
@@ -75,11 +72,10 @@ def train(
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("schedule", STAGES)
-def test_gradients_equal_those_of_the_plain_model(schedule: str, run_ahead: bool) -> None:
+def test_gradients_equal_those_of_the_plain_model(schedule: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    spawn(train, (2, schedule, run_ahead, port, results), nprocs=2)
+    spawn(train, (2, schedule, port, results), nprocs=2)
     assert [results.get() for _ in range(2)] == [True, True]

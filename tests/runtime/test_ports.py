@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from taktline.meta import TensorMeta
-from taktline.runtime.ports import DescribedOutgoing, Outgoing, Sends
+from taktline.runtime.ports import FirstOutgoing, Outgoing, Sends
+from taktline.transport import Channel
 from taktline.transport.wire import Layout
+
+PLACE = (Channel(0, 1, False), 0)
 
 
 class Message:
@@ -24,7 +27,7 @@ class Message:
 
 def known(post: Callable[..., Message]) -> Callable[[int], None]:
     layout = Layout((TensorMeta((4,), torch.float32),))
-    port = Outgoing(post, [layout] * 8)
+    port = Outgoing(PLACE, post, Sends(), [layout] * 8)
 
     def send(microbatch: int) -> None:
         port.give(microbatch, [torch.full((4,), float(microbatch))], None)
@@ -34,7 +37,7 @@ def known(post: Callable[..., Message]) -> Callable[[int], None]:
 
 
 def self_described(post: Callable[..., Message]) -> Callable[[int], None]:
-    port = DescribedOutgoing(post, torch.device("cpu"))
+    port = FirstOutgoing(PLACE, post, torch.device("cpu"))
     return lambda microbatch: port.fail(microbatch)
 
 
@@ -68,14 +71,13 @@ def test_a_limit_for_the_messages_of_all_ports(limit: int) -> None:
         posted.append(Message(done=False))
         return posted[-1]
 
-    ports = [Outgoing(post, [layout] * 4, sends=sends) for _ in range(2)]
+    ports = [Outgoing((PLACE[0], stage), post, sends, [layout] * 4) for stage in range(2)]
     for _ in range(2):  # steps
         for microbatch in range(4):
             for port in ports:
                 port.give(microbatch, [torch.ones(4)], None)
                 port.send(microbatch)
                 assert sum(not message.waits for message in posted) == min(limit, len(posted))
-        for port in ports:
-            port.settle_all()
+        sends.settle_all()
         assert all(message.waits == 1 for message in posted)
         posted.clear()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import taktline as tl
 from taktline.errors import BatchError, MismatchError
-from taktline.runtime.microbatch import _Replicate
+from taktline.runtime.microbatch import Replicate
 from tests.runtime.scenarios import CPU
 from tests.runtime.test_agreement import OF_ONE_BATCH
 from tests.runtime.test_errors import Outcomes, assert_all, make
@@ -200,26 +200,11 @@ def test_a_target_with_half_the_rows_by_consent(outcomes: Outcomes) -> None:
     assert len(first) == 2
 
 
-def parted_pairs(rank: int, group: Any) -> None:
-    make_rows(rank, group, 4, target_chunk_spec=tl.TensorChunkSpec(0)).step(
-        torch.ones(12, DIM), target=torch.ones(6, DIM)
-    )
-
-
 def make_rows(rank: int, group: Any, microbatches: int, **options: Any) -> tl.ScheduleFromPlan:
     torch.manual_seed(rank)
     stage = tl.PipelineStage(nn.Linear(DIM, DIM), rank, 2, CPU, group=group)
     plan = tl.build("1f1b", ranks=2, microbatches=microbatches)
     return tl.ScheduleFromPlan([stage], plan, F.mse_loss, **options)
-
-
-def test_rows_of_one_entry_are_not_parted(outcomes: Outcomes) -> None:
-    assert_all(
-        outcomes(parted_pairs),
-        BatchError,
-        "rank 1: the target has one entry for 2 rows of the batch, and 12 rows in 4 micro-batches "
-        "would split some; use a number of micro-batches that divides 6",
-    )
 
 
 def test_a_target_for_all() -> None:
@@ -231,7 +216,7 @@ def test_a_target_for_all() -> None:
         seen.append(target.shape)
         return F.mse_loss(output, target.expand_as(output))
 
-    schedule = tl.ScheduleFromPlan([stage], plan, loss_fn, target_chunk_spec=_Replicate())
+    schedule = tl.ScheduleFromPlan([stage], plan, loss_fn, target_chunk_spec=Replicate())
     schedule.step(torch.ones(8, DIM), target=torch.ones(DIM))
     assert seen == [(DIM,)] * 4
 

@@ -110,8 +110,8 @@ def test_ranks_that_disagree_on_dynamic_shapes(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(differently_dynamic),
         tl.MismatchError,
-        "the ranks disagree on the value of dynamic_shapes: False on rank 0; True on rank 1; pass "
-        "the same on every rank",
+        "the ranks do not build the same pipeline: option dynamic_shapes is False on rank 0, but "
+        "True on rank 1; build the same model with the same options and cuts on every rank",
     )
 
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import SkipError
-from taktline.runtime.bind import Bound
 from taktline.runtime.ports import Outgoing
+from taktline.runtime.program import Bound
 from tests.runtime.cases import SCHEDULES
 from tests.runtime.scenarios import (
     Batch,
@@ -210,7 +210,7 @@ def test_a_value_goes_no_further_than_the_last_stage_that_gets_it() -> None:
             schedule.step(torch.ones(4, 6), target=torch.ones(4, 6))
         (bound,) = schedule._runner._known.values()
         assert isinstance(bound, Bound)
-        out = bound.works[rank]._activations_out
+        out = bound.works[rank].ports.activations_out
         return [len(layout.tensors) for layout in out._layouts] if isinstance(out, Outgoing) else []
 
     assert tl.local.run(main, 4) == [[2, 2], [1, 1], [1, 1], []]

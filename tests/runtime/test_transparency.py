@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from inspect import signature
-from itertools import cycle, product
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.pipelining as peer
 
 from tests import models
 from tests.runtime.cases import (
     SCHEDULES,
     Case,
-    Result,
     assert_same,
     merge,
     run_local,
@@ -83,29 +79,3 @@ def test_seeded_dropout_does_not_depend_on_the_schedule(schedule: str) -> None:
     assert_same(merge(run_local(case)), plain)
     other = run_plain(replace(case, seed=8))
     assert not torch.equal(plain.outputs[0], other.outputs[0])
-
-
-_SENDS_TO_ITSELF = "defer_pp_recv" not in signature(peer.ScheduleZBVZeroBubble).parameters
-"""Before torch 2.12."""
-
-
-def run_peer(rank: int, group: dist.ProcessGroup, case: Case) -> Result:
-    return run_pipelined(rank, group, case, peer)
-
-
-# One step each: torch divides the gradients of earlier steps again, and cannot change the batch.
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("schedule", "model"), list(zip(SCHEDULES, cycle(models.NAMES), strict=False))
-)
-def test_close_to_torch(workers: Workers, schedule: str, model: str) -> None:
-    case = Case(schedule, 2, SCHEDULES[schedule][-1], 4, model, (("step", 8),))
-    ours = merge(workers.run(run_pipelined, case))
-    if _SENDS_TO_ITSELF and schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
-        pytest.skip("this torch sends between two stages of one rank, which gloo cannot do")
-    theirs = merge(workers.run(run_peer, case))
-    assert ours.gradients.keys() == theirs.gradients.keys()
-    for name, gradient in theirs.gradients.items():
-        torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(ours.losses, theirs.losses)
-    torch.testing.assert_close(ours.outputs, theirs.outputs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from taktline.transport.containers import register_container
+from taktline.transport.codec import register_container
 from tests.runtime.cases import SCHEDULES
 from tests.runtime.scenarios import (
     Batch,

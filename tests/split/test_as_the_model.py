@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from tests.split.transformers_models import LANGUAGES, texts
@@ -44,29 +43,6 @@ class Chain(nn.Module):
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x)
-
-
-class Checkpointed(Chain):
-    def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=True)
-
-
-class CheckpointedTogether(Chain):
-    """Cuts go through its checkpoints."""
-
-    reentrant = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.layers, self.embed(x), use_reentrant=self.reentrant))
-
-    def layers(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class CheckpointedAnew(CheckpointedTogether):
-    reentrant = False
 
 
 class Iterated(Chain):
@@ -134,16 +110,8 @@ class Compiled(Chain):
         self.blocks = nn.ModuleList([*compiled, *self.blocks[3:]])  # pyright: ignore[reportArgumentType]
 
 
-class Again(Chain):
-    """Calls a submodule in several stages."""
-
-    def run(self, block: nn.Module, x: Tensor) -> Tensor:
-        return block(x) + self.embed(x)
-
-
 MODELS: list[type[Chain]] = [
-    *(Checkpointed, CheckpointedTogether, CheckpointedAnew, Iterated),
-    *(Weights, Typed, Noted, Again, Compiled),
+    *(Iterated, Weights, Typed, Noted, Compiled),
 ]
 X, TARGET = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(0)).unbind()
 

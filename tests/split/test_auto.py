@@ -14,7 +14,7 @@ from taktline.errors import PartitionError
 from taktline.split import Pieces, auto, deferred, materialise
 from taktline.split.costs import OperationCounter
 from tests.split.models import ResidualBlock
-from tests.split.test_deferred import MODELS, tensors
+from tests.split.transformers_models import LANGUAGES
 
 TOKENS = torch.arange(32).reshape(2, 16)
 
@@ -127,15 +127,13 @@ def test_stages_begin_where_they_can() -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2", "bert"])
 def test_a_model_of_transformers_that_has_no_values_yet(kind: str) -> None:
-    torch.manual_seed(0)
-    usual = MODELS[kind]().eval()
-    torch.manual_seed(0)
+    usual = LANGUAGES[kind].make().eval()
     with deferred():
-        model = MODELS[kind]().eval()
+        model = LANGUAGES[kind].make().eval()
     pieces = auto(model, 3, ((), {"input_ids": TOKENS, "use_cache": False}))
-    assert all(tensor.is_meta for tensor in tensors(model).values())
+    assert all(parameter.is_meta for parameter in model.parameters())
     for piece in pieces:
-        materialise(piece, "cpu")
+        materialise(piece, "cpu", state_dict=usual.state_dict())
     kwargs = {"input_ids": TOKENS, "use_cache": False}
     assert torch.equal(pieces(**kwargs).logits, usual(**kwargs).logits)
 

@@ -69,16 +69,6 @@ class Asks(Model):
         return self.layers[0](x) if x.sum() > 0 else x
 
 
-class Jagged(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(super().forward(input), torch.tensor([0, 2]))
-
-
-class Values(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.values())
-
-
 def wrapped() -> nn.Module:
     model = Model()
     model.forward = torch.no_grad()(model.forward)
@@ -119,11 +109,6 @@ ONE = ["layers.0"]
         (Changes(), ONE, r"errors.py:\d+ changes 'embed.bias', which stages \[0, 1\] use; cut the"),
         (Asks(), ONE, r"test_by_names_errors.py:\d+: __bool__ needs the data of a value that sub"),
         (wrapped(), ONE, r"forward of Model was replaced on this object.* before its forw"),
-        (
-            Pair(Jagged(4, 4), Values(4, 4)),
-            ["second"],
-            r"a nested tensor cannot go from stage to stage; return its values\(\) and",
-        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut(model: nn.Module, cuts: Sequence[str], text: str) -> None:

@@ -75,16 +75,6 @@ def test_under_autocast() -> None:
         assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
 
 
-def test_shapes_may_change() -> None:
-    language = LANGUAGES["gpt2"]
-    model = language.make()
-    pieces = tl.split.by_names(model, language.cuts(2))
-    words, mask, _ = texts(SIZE)
-    for length in (10, 7, 10):
-        call = {"input_ids": words[:, :length], "attention_mask": mask[:, :length]}
-        assert torch.equal(pieces(**call).logits, model(**call).logits)
-
-
 def test_checkpoints_of_transformers() -> None:
     language = LANGUAGES["llama"]
     model: Any = language.make()
@@ -138,7 +128,7 @@ def test_a_model_that_gets_its_data_in_pieces(name: str) -> None:
         model = language.make()
     pieces = tl.split.by_names(model, language.cuts(4))
     for piece in pieces:
-        tl.split.materialise(piece, CPU)
+        tl.split.materialise(piece, CPU, state_dict=language.make().state_dict())
     words, mask, _ = texts(SIZE)
     expected = language.make()(words, attention_mask=mask).logits
     assert torch.equal(pieces(words, attention_mask=mask).logits, expected)

@@ -189,7 +189,8 @@ def test_measuring_leaves_a_model_as_it_is(is_empty: bool) -> None:
         assert "forward" not in vars(module)
         assert module.linear.weight.grad is None
     for name, value in model.state_dict().items():
-        assert value.is_meta if is_empty else torch.equal(value, before[name])
+        assert value.is_meta or torch.equal(value, before[name])
+    assert all(parameter.is_meta is is_empty for parameter in model.parameters())
 
 
 def test_layers_that_cannot_be_measured() -> None:

@@ -23,27 +23,6 @@ class Base(nn.Module):
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.drop = nn.Dropout(0.5)
-
-
-class Residual(Base):
-    """What is added is neither given to a layer nor returned by one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(2 * x)
-        return x
-
-
-class Early(Base):
-    """Part of the output is made by the first stage."""
-
-    def forward(self, x: Tensor) -> Any:
-        early = self.embed(x)
-        x = early * 2
-        for layer in self.layers:
-            x = layer(x)
-        return x, {"early": early}
 
 
 class All(Base):
@@ -71,17 +50,6 @@ class Conditioned(Base):
             shift, scale = F.silu(condition).chunk(2, 1)
             x = x + layer(x) * scale + shift
         return x
-
-
-class Drawn(Base):
-    """What was drawn before is drawn no more."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(self.embed(x))
-        kept = self.layers[0](x)
-        for layer in self.layers[1:]:
-            kept = layer(kept) + x
-        return kept
 
 
 class Written(Base):
@@ -117,11 +85,8 @@ def numbers(*shape: int) -> Tensor:
 X = numbers(3, WIDTH)
 CONDITIONS = (X, torch.rand(3), torch.tensor([0, 3, 1]))
 CASES: list[tuple[type[nn.Module], list[str], tuple[Any, ...]]] = [
-    (Residual, ["layers.1", "layers.2", "layers.3"], (X,)),
-    (Early, ["layers.0", "layers.3"], (X,)),
     (All, ["layers.1", "layers.2", "layers.3"], (X,)),
     (Conditioned, ["layers.1", "layers.2"], CONDITIONS),
-    (Drawn, ["layers.1", "layers.3"], (X,)),
     (Written, ["layers.1", "layers.2"], (X,)),
     (Keywords, ["layers.1", "layers.2"], (X,)),
     (UNet, ["middle", "up.1"], (numbers(1, 3, 8, 8),)),
@@ -155,7 +120,7 @@ def test_values_cross_with_their_gradients(
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("kind", [Residual, All, Conditioned])
+@pytest.mark.parametrize("kind", [All, Conditioned])
 def test_they_are_found_by_a_pipeline(kind: type[nn.Module], schedule: str) -> None:
     args = tuple(
         part.repeat_interleave(4, 0) for part in (CONDITIONS if kind is Conditioned else (X,))

@@ -46,17 +46,6 @@ class Pruned(Base):
         return x
 
 
-class Scattered(Base):
-    """As many rows as before, but only some of them go through a layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            rows = (x.sum(1) > 0).nonzero().flatten()
-            x = x.index_add(0, rows, layer(x[rows]))
-        return x
-
-
 class Experts(nn.Module):
     """Experts that are units; one that gets no rows is left out."""
 
@@ -118,7 +107,7 @@ class Dropping(Base):
         return self.run(self.embed(x))
 
 
-MODELS = [Padding, Pruned, Scattered, Experts, Distinct, Repeated, Late, Dropping]
+MODELS = [Padding, Pruned, Experts, Distinct, Repeated, Late, Dropping]
 CUTS = ["layers.1", "layers.2", "layers.3"]
 
 

@@ -1,4 +1,4 @@
-"""Values for one piece: from a state dict or a log, never for more than the piece."""
+"""Models built without values, which get them piece by piece."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import taktline as tl
 from taktline.errors import ArgumentError, StateError
 from taktline.split import by_names, deferred, materialise
-from tests.split.test_deferred import MODELS, tensors
+from tests.split.transformers_models import LANGUAGES
 
 
 class Tied(nn.Module):
@@ -81,11 +81,100 @@ class Peak(TorchDispatchMode):
 
 
 def _deferred() -> tuple[Tied, Tied]:
-    torch.manual_seed(0)
-    usual = Tied()
-    torch.manual_seed(0)
     with deferred():
-        return usual, Tied()
+        return Tied(), Tied()
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model, under all of their names."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return {**found, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+class Buffers(nn.Module):
+    """Has buffers, plain tensors and numbers, which it computes, and what initialises others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tril(torch.ones(3, 3)).bool())
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)).conj())
+        self.norm = nn.BatchNorm2d(3)
+        self.plain = torch.arange(3.0)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+        shared = nn.Parameter(torch.ones(2))
+        self.one, self.other = shared, shared
+        self.lstm = nn.LSTM(3, 3, 2)
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.one)
+
+
+def test_buffers_have_their_values() -> None:
+    usual = Buffers()
+    with deferred():
+        model = Buffers()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.one is model.other
+    materialise(model, "cpu")
+    assert model.one is model.other
+    assert (model.rates, model.plain.tolist()) == (usual.rates, usual.plain.tolist())
+    for name, buffer in usual.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    found, right = tensors(model), tensors(usual)
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        assert (found[name].shape, found[name].stride()) == (value.shape, value.stride()), name
+        assert not found[name].isnan().any(), name
+    x = torch.zeros(2, 1, 3)
+    assert model.lstm(x)[0].shape == x.shape
+
+
+def test_values_depend_on_the_seed_and_not_on_the_cut() -> None:
+    def made(seed: int, cut: slice) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        with deferred():
+            model = Tied()
+        pieces = list(by_names(model, ["layers.2"]))
+        state = torch.get_rng_state()
+        for piece in [model] if cut == slice(2) else pieces[cut]:
+            materialise(piece, "cpu")
+        assert torch.equal(torch.get_rng_state(), state)
+        return {name: value for name, value in tensors(model).items() if not value.is_meta}
+
+    whole, other = made(0, slice(2)), made(1, slice(2))
+    for part in (made(0, slice(1)), made(0, slice(1, 2))):
+        for name in part.keys() - {"embed.weight", "head.weight"}:
+            assert torch.equal(part[name], whole[name]), name
+    assert not torch.equal(other["layers.0.weight"], whole["layers.0.weight"])
+    assert not torch.equal(whole["layers.0.weight"], whole["layers.1.weight"])
+    assert 0.2 < float(whole["layers.0.weight"].detach().abs().max()) < 8**-0.5  # as in nn.Linear
+
+
+def test_a_model_of_transformers_is_initialised_as_it_says() -> None:
+    with deferred():
+        model: Any = LANGUAGES["gpt2"].make()
+    for piece in by_names(model, LANGUAGES["gpt2"].cuts(2)):
+        materialise(piece, "cpu")
+    block = model.transformer.h[1]
+    assert 0.015 < float(block.mlp.c_fc.weight.detach().std()) < 0.025
+    assert float(block.mlp.c_proj.weight.detach().std()) < 0.012, (
+        "divided by the square root of the depth"
+    )
+    assert torch.equal(block.mlp.c_fc.bias, torch.zeros_like(block.mlp.c_fc.bias))
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_a_parameter_that_nothing_initialises() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+    with deferred():
+        model = nn.Sequential(nn.Linear(2, 2), Bare())
+    with pytest.raises(StateError, match=r"nothing initialises 1.scale; .* reset_parameters\(\)"):
+        materialise(model, "cpu")
 
 
 def test_memory_is_that_of_the_piece_and_one_tensor() -> None:
@@ -96,9 +185,6 @@ def test_memory_is_that_of_the_piece_and_one_tensor() -> None:
     own = sum(4 * tensor.numel() for tensor in tensors(piece).values())
     assert own <= peak.most <= own + 100 * 100 * 4 + 1000
     assert all(layer.weight.is_meta for layer in (*model[:14], *model[16:]))  # pyright: ignore
-    with Peak() as peak:
-        materialise(model[20:], "cpu")
-    assert peak.most < 4 * 1000, "nothing was drawn behind what was asked for, nor before"
 
 
 def test_memory_with_a_state_dict() -> None:
@@ -112,16 +198,15 @@ def test_memory_with_a_state_dict() -> None:
 
 
 def test_a_tie_stays_one_parameter() -> None:
-    usual, model = _deferred()
+    _, model = _deferred()
     first = materialise(nn.Sequential(model.embed, model.layers[0]), "cpu")
     last = materialise(nn.Sequential(model.norm, model.head), "cpu")
     assert tensors(last)["1.weight"] is tensors(first)["0.weight"]
-    assert torch.equal(tensors(last)["1.weight"], usual.head.weight)
     assert model.layers[1].weight.is_meta
 
 
 def test_only_own_names_are_read_from_a_file(tmp_path: Path) -> None:
-    usual, model = _deferred()
+    usual, (_, model) = Tied(), _deferred()
     state = dict(usual.state_dict())
     del state["head.weight"], state["norm.running_mean"]
     save_file(state, tmp_path / "model.safetensors")
@@ -141,7 +226,7 @@ def test_only_own_names_are_read_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_tied_weight_is_found_under_the_name_of_another_stage() -> None:
-    usual, model = _deferred()
+    usual, (_, model) = Tied(), _deferred()
     state = dict(usual.state_dict())
     del state["head.weight"]
     last = by_names(model, ["layers.2"])[1]
@@ -151,48 +236,18 @@ def test_a_tied_weight_is_found_under_the_name_of_another_stage() -> None:
     assert model.layers[0].weight.is_meta
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_ranks_that_have_their_own_piece_alone(kind: str) -> None:
-    cut = {"gpt2": "transformer.h.1", "llama": "model.layers.1"}[kind]
-    tokens = torch.arange(8).reshape(4, 2)
-
-    def loss_fn(output: Any, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
-
-    def main(rank: int) -> dict[str, Tensor]:
-        torch.manual_seed(3)
-        with deferred():
-            model = MODELS[kind]().eval()
-        pieces = by_names(model, [cut], example=(tokens[:1],))
-        stage = pieces.build_stage(rank, torch.device("cpu"))
-        assert any(tensor.is_meta for tensor in tensors(model).values())
-        tl.ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_fn).step(
-            tokens, target=tokens, return_outputs=False
-        )
-        return {name: p.grad for name, p in pieces[rank].named_parameters() if p.grad is not None}
-
-    torch.manual_seed(3)
-    usual = MODELS[kind]().eval()
-    loss_fn(usual(tokens), tokens).backward()
-    grads = {name: p.grad for name, p in usual.named_parameters(remove_duplicate=False)}
-    for found in tl.local.run(main, 2):
-        assert found
-        for name, grad in found.items():
-            torch.testing.assert_close(grad, grads[name])
-
-
 def test_names_and_shapes_that_do_not_fit() -> None:
-    usual, model = _deferred()
+    usual, (_, model) = Tied(), _deferred()
     state = dict(usual.state_dict())
     del state["layers.1.bias"], state["norm.weight"], state["embed.weight"]
     with pytest.raises(
         StateError,
-        match=r"the state dict lacks layers.1.bias, norm.weight; .* needs all parameters, by the "
+        match=r"the state dict lacks layers.1.bias, norm.weight; .* with all parameters, by the "
         "model's names",
     ) as caught:
         materialise(model, "cpu", state_dict=state)
     assert caught.value.names == ("layers.1.bias", "norm.weight")
-    assert all(tensor.is_meta for tensor in tensors(model).values())
+    assert all(parameter.is_meta for parameter in model.parameters())
     state = {**usual.state_dict(), "layers.1.bias": torch.zeros(3)}
     with pytest.raises(StateError, match=r"layers.1.bias has the shape \[3\] .* \[8\] here; build"):
         materialise(model, "cpu", state_dict=state)
@@ -209,13 +264,13 @@ def test_the_type_is_that_of_the_model_and_values_are_copied() -> None:
     assert (model.weight.requires_grad, model.bias.requires_grad) == (False, True)
 
 
-def test_a_meta_model_with_unknown_values_is_refused() -> None:
+def test_buffers_with_unknown_values_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[0].mask = torch.zeros(3, device="meta")
     with pytest.raises(
         StateError,
-        match=r"the values are unknown of 0.weight, 0.bias, 0.mask, 1.weight, .*; "
+        match=r"the values are unknown of 0.mask, 1.running_mean, .*; "
         r"build the model in taktline.split.deferred\(\)",
     ):
         materialise(model, "cpu")
@@ -228,18 +283,11 @@ def test_a_meta_model_with_unknown_values_is_refused() -> None:
 def test_a_stage_that_stays_without_values() -> None:
     _, model = _deferred()
     stage = by_names(model, ["layers.2"]).build_stage(1, torch.device("meta"))
-    assert all(tensor.is_meta for tensor in tensors(stage.submod).values())
+    assert all(parameter.is_meta for parameter in stage.submod.parameters())
     with torch.device("meta"):
         unknown = Tied()
-    with pytest.raises(StateError, match=r"are unknown of layers.2.weight, .*deferred\(\)"):
+    with pytest.raises(StateError, match=r"are unknown of norm.running_mean, .*deferred\(\)"):
         by_names(unknown, ["layers.2"]).build_stage(1, torch.device("cpu"))
-
-
-def test_what_was_changed_behind_deferred() -> None:
-    with deferred():
-        model = nn.Linear(2, 2)
-    with pytest.raises(StateError, match=r"weight, bias; .* do not replace its tensors"):
-        materialise(model.double(), "cpu")
 
 
 def test_what_has_values_keeps_them() -> None:

@@ -45,17 +45,6 @@ def test_the_same_stages(name: str, stages: int) -> None:
     )
 
 
-def test_where_torch_fails() -> None:
-    """A region without gradient: torch's pieces cannot be run, ours can."""
-    case = CASES["rotated"]
-    x, _ = case.batch(3)
-    model = make("rotated")
-    spec = {"layers.1": peer.SplitPoint.BEGINNING}
-    with pytest.raises(Exception, match=r"Expected positional argument|unexpected placeholder"):
-        peer.pipeline(make("rotated"), (x,), split_spec=spec)(x)
-    assert torch.equal(tl.pipeline(model, (x,), split_spec=case.cuts[2])(x), model(x))
-
-
 class Chain(nn.Module):
     """Layers of which each takes what some earlier ones gave."""
 

@@ -15,7 +15,7 @@ import taktline as tl
 from taktline import pytree
 from taktline.compat import torch_pipelining
 from taktline.errors import PartitionError
-from tests.split.models import BEGINNING, CASES, END, Three, make
+from tests.split.models import BEGINNING, CASES, END, Options, Three, make
 
 
 def names(pipe: Any) -> list[list[str]]:
@@ -52,6 +52,31 @@ def test_a_stage_has_the_parameters_it_uses_under_their_names() -> None:
             assert parameter is model.get_parameter(name)
         assert not [name for name in piece.state_dict() if name not in model.state_dict()]
     assert pipe.get_stage_module(0).get_buffer("rotary.speeds") is model.get_buffer("rotary.speeds")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stages"), [("resnet", 4), ("rotated", 4), ("unet", 4), ("gpt", 2)]
+)
+def test_pieces_one_after_the_other_are_the_module(name: str, stages: int) -> None:
+    case, model = CASES[name], make(name)
+    reference, (x, target) = copy.deepcopy(model), case.batch(3)
+    pipe = tl.pipeline(model, (x,), split_spec=case.cuts[stages])
+    assert pipe.num_stages == stages
+    for mode in (True, False, True):
+        outputs: list[Tensor] = []
+        for net in (pipe.train(mode), reference.train(mode)):
+            torch.manual_seed(0)
+            outputs.append(net(x))
+            if mode:
+                case.loss(outputs[-1], target).backward()
+        assert torch.equal(*outputs)
+    for (key, buffer), other in zip(model.named_buffers(), reference.buffers(), strict=True):
+        assert torch.equal(buffer, other), key
+    for (key, parameter), other in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
+        torch.testing.assert_close(parameter.grad, other.grad, msg=key)
 
 
 def test_shared_parameters_are_reported() -> None:
@@ -277,3 +302,150 @@ def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_split_points_are_nothing_outside_of_a_recording() -> None:
     assert tl.pipe_split() is None
+
+
+# What cannot be cut as asked
+
+X = torch.ones(2, 4)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.spare = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, r"no split point: pass split_spec, .* or call pipe_split\(\) in the forward"),
+        ({"split_policy": lambda gm: gm}, r"let split_policy put pipe_split\(\) between the steps"),
+        (
+            {"split_spec": {"layer.1": BEGINNING}},
+            r"names 'layer.1', but Layers has no such submodule; did you mean 'layers.1'",
+        ),
+        (
+            {"split_spec": {"qqq": BEGINNING}},
+            r"names 'qqq', but Layers has no such submodule; there are 'layers', 'layers.0'",
+        ),
+        (
+            {"split_spec": {"spare": BEGINNING}},
+            r"the forward does not call 'spare', so there is nothing to split at; name submodules",
+        ),
+        ({"split_spec": {"layers.1": "end"}}, r"must be SplitPoint.BEGINNING or SplitPoint.END"),
+        ({"split_spec": {}, "split_policy": lambda gm: gm}, r"pass only one of them"),
+        ({"split_policy": lambda gm: None}, r"split_policy must return the GraphModule"),
+    ],
+)
+def test_split_points_that_are_none(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(PartitionError, match=text):
+        tl.pipeline(Layers(), (X,), **options)
+
+
+def test_arguments_that_are_no_tuple() -> None:
+    args: Any = X
+    with pytest.raises(PartitionError, match="mb_args must be a tuple of arguments, not Tensor"):
+        tl.pipeline(Layers(), args, split_spec={"layers.1": BEGINNING})
+
+
+def test_a_stage_that_is_not_there() -> None:
+    pipe = tl.pipeline(Layers(), (X,), split_spec={"layers.1": BEGINNING})
+    with pytest.raises(PartitionError, match=r"there is no stage 2: .* from 0 to 1"):
+        pipe.get_stage_module(2)
+
+
+class Branches(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        return self.layers[1](x) if x.sum() > 0 else x
+
+
+def test_a_branch_on_what_layers_compute() -> None:
+    with pytest.raises(PartitionError, match=r"test_pipe.py:\d+: __bool__ needs the data of a"):
+        tl.pipeline(Branches(), (X,), split_spec={"layers.1": BEGINNING})
+
+
+class Either(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        def yes(x: Tensor) -> Tensor:
+            x = x + 1
+            tl.pipe_split()
+            return x * 2
+
+        return torch.cond(x.sum() > 0, yes, lambda x: x - 1, (x,))
+
+
+def test_a_split_point_inside_of_a_region() -> None:
+    with pytest.raises(PartitionError, match=r"inside a region .*cond.*; move the split point"):
+        tl.pipeline(Either(), (X,))
+
+
+# Arguments
+
+
+def test_another_call_than_the_example() -> None:
+    model, pair, y = Options(), {"x": torch.randn(2, 4), "z": torch.randn(2)}, torch.randn(2, 4)
+    pipe = tl.pipeline(model, (pair, None), {"scale": 3.0})
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((pair,), {"scale": 4.0}),
+        ((pair, y), {}),
+        ((), {"scale": 3.0, "y": y, "pair": pair}),
+        (({"x": torch.randn(5, 4), "z": torch.randn(3)}, None), {}),
+    ]
+    for args, kwargs in calls:
+        found, expected = pipe(*args, **kwargs), model(*args, **kwargs)
+        assert torch.equal(found["x"][0], expected["x"][0])
+        assert found["scale"] == expected["scale"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        pipe(pair, nonsense=1)
+
+
+def test_sizes_are_those_of_each_call() -> None:
+    class Sizes(Three):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(self.a(x)) / len(x) + x.sum(0) / x.shape[0])
+
+    model = Sizes()
+    pipe = tl.pipeline(model, (torch.ones(2, 4),), split_spec={"b": BEGINNING})
+    for rows in (2, 3, 5, 2):
+        x = torch.randn(rows, 4)
+        assert torch.equal(pipe(x), model(x))
+    pipe.double()
+    assert torch.equal(pipe(x.double()), model(x.double()))
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(2x5 and 4x4\)"):
+        pipe(torch.ones(2, 5).double())
+
+
+def test_keywords_on_a_rank_with_several_stages() -> None:
+    """They go to all stages of a rank, and only the first one takes them."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:
+            x = self.a(x)
+            tl.pipe_split()
+            x = self.b(x) + shift
+            tl.pipe_split()
+            x = self.c(x)
+            tl.pipe_split()
+            return x * shift
+
+    model, x, shift = Shifted(), torch.randn(4, 4), torch.randn(4, 4)
+    pipe = copy.deepcopy(tl.pipeline(model, (x[:2],), {"shift": shift[:2]}))
+
+    def main(rank: int) -> Any:
+        stages = [pipe.build_stage(stage, torch.device("cpu")) for stage in (rank, 3 - rank)]
+        schedule = tl.ScheduleZBVZeroBubble(stages, 2, nn.functional.mse_loss)
+        kwargs: dict[str, Any] = {"shift": shift} if rank == 0 else {}
+        return schedule.step(*((x,) if rank == 0 else ()), target=x, **kwargs)
+
+    torch.testing.assert_close(tl.local.run(main, 2)[0], model(x, shift=shift))

@@ -119,15 +119,6 @@ class Inner(Model):
         return x + sum(part.own for part in self.modules() if isinstance(part, Layer))
 
 
-class Lists(Model):
-    layer = Putting
-
-    def forward(self, x: Tensor) -> Tensor:
-        into: list[Tensor] = []
-        x = self.run(x, into)
-        return x + sum(into)
-
-
 class Deques(Model):
     layer = Putting
 
@@ -172,9 +163,7 @@ def require_same(make: Callable[[], nn.Module], cuts: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize(
-    "kind", [Attributes, OneByOne, Inner, Lists, Deques, Dicts, FromLayerToLayer]
-)
+@pytest.mark.parametrize("kind", [OneByOne, Inner, Deques, Dicts, FromLayerToLayer])
 def test_as_in_the_plain_model(kind: type[nn.Module], schedule: str) -> None:
     torch.manual_seed(1)
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import taktline as tl
+from taktline.errors import PartitionError
 
 WIDTH, WORDS = 16, 32
 
@@ -189,10 +190,10 @@ class Masked(nn.Module):
         return self.last(self.checks(self.first(x), mask))
 
 
-def test_arguments_keep_their_data() -> None:
+def test_a_unit_that_raises_without_data() -> None:
     model, x, mask = Masked(), torch.randn(2, 4), torch.ones(3, dtype=torch.int64)
-    pieces = tl.split.by_names(model, ["last"], example=(x, mask))
-    assert torch.equal(pieces(x, mask), model(x, mask))
+    with pytest.raises(PartitionError, match="run without data to be cut: ValueError: a mask"):
+        tl.Pipeline(model, example=(x, mask), cuts=["last"], ranks=2, microbatches=2)
 
 
 class Shortens(nn.Module):

@@ -95,8 +95,11 @@ def assert_alike(module: nn.Module, inputs: Sequence[Tensor], **options: Any) ->
 
 def weights_of(pending: Pending) -> list[Tensor]:
     """The weights whose gradients W computes."""
-    found = [product.weight for product in pending._recipe.products]
-    return [*found, *(weight for part in pending._compiled for weight in part.weights)]
+    found = [product.weight for product in pending._products]
+    return [
+        *found,
+        *(weight for *_, run in pending._compiled for weight in cast("Any", run).args[-1]),
+    ]
 
 
 def computed_in_w(module: nn.Module, x: Tensor) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch._inductor import config as inductor
 
 import taktline as tl
-from taktline.stage.compiled import Halves, _Undivided, divide
+from taktline.stage.compiled import Halves, Undivided, divide
 from taktline.stage.split_backward import Pending, Splitter
 from tests.stage.compiling import (
     COMPILER_WARNINGS,
@@ -115,15 +115,16 @@ def test_what_w_holds_can_go_as_soon_as_it_was_used() -> None:
         [output], [torch.ones_like(output)], [x], list(module.parameters())
     )
     assert pending is not None
-    (part,) = pending._compiled
+    ((held, versions, second),) = pending._compiled
     left: list[int] = []
 
-    def run(weights: Sequence[Tensor], held: list[Any]) -> None:
+    def run(held: list[Any]) -> None:
         known = [weakref.ref(value) for value in held]
-        part.run(weights, held)
+        second(held)
         left.append(sum(ref() is not None for ref in known))
 
-    pending._compiled[:] = [part._replace(run=run)]
+    pending._compiled[:] = [(held, versions, run)]
+    del held
     pending.run()
     assert left == [1]  # the input, which is the caller's
 
@@ -167,7 +168,7 @@ def test_nothing_to_put_off() -> None:
 
 def test_what_changes_in_place_is_not_divided() -> None:
     graph = traced(lambda x, g: [g.add_(1).t() @ x], torch.ones(2, 2), torch.ones(2, 2))
-    with pytest.raises(_Undivided, match=r"changes a tensor in place \(aten.add_.Tensor\)"):
+    with pytest.raises(Undivided, match=r"changes a tensor in place \(aten.add_.Tensor\)"):
         divide(graph, [0])
 
 

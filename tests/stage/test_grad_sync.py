@@ -23,7 +23,6 @@ from tests.runtime.parallel import (
     in_fsdp,
     in_nested_fsdp,
     in_parts,
-    in_replicate_with_ddp,
     mesh_of,
     whole,
 )
@@ -51,7 +50,7 @@ def test_a_plain_module_has_none() -> None:
 
 def run_find(rank: int, group: dist.ProcessGroup) -> dict[str, tuple[type, bool, list[list[int]]]]:
     found = {}
-    for name, wrap in {**WRAPPERS, "parts": in_parts, "old": in_replicate_with_ddp}.items():
+    for name, wrap in {**WRAPPERS, "parts": in_parts}.items():
         _, sync = wrapped(group, wrap)
         ranks = [dist.get_process_group_ranks(one) for one in sync.groups]
         found[name] = (type(sync), sync.shards, ranks)
@@ -60,7 +59,7 @@ def run_find(rank: int, group: dist.ProcessGroup) -> dict[str, tuple[type, bool,
 
 @pytest.mark.processes
 def test_every_wrapper_is_found_with_the_ranks_that_it_averages_over(workers: Workers) -> None:
-    kinds = KINDS | {"parts": FSDPSync, "old": DDPSync}
+    kinds = KINDS | {"parts": FSDPSync}
     for rank, found in enumerate(workers.run(run_find, ranks=4)):
         ranks = [[0, 1], [2, 3]][rank // 2]
         assert found == {n: (kind, kind is FSDPSync, [ranks]) for n, kind in kinds.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,13 +21,6 @@ def shared() -> nn.Module:
     return model
 
 
-class First(nn.Sequential):
-    """Has its own idea of its parameters."""
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        yield from self[0].parameters(recurse)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -35,11 +28,10 @@ class First(nn.Sequential):
         lambda: nn.TransformerEncoderLayer(4, 2, 8),
         lambda: nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.BatchNorm1d(2)),
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)),
-        lambda: First(nn.Linear(2, 2), nn.Linear(2, 2)),
         lambda: torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.PReLU())),
         nn.Identity,
     ],
-    ids=["shared", "transformer", "checkpointed", "parametrized", "own", "scripted", "none"],
+    ids=["shared", "transformer", "checkpointed", "parametrized", "scripted", "none"],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_parameters_are_those_of_the_module_in_its_order(make: Callable[[], nn.Module]) -> None:

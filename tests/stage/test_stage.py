@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +13,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from taktline.errors import MismatchError
+from taktline.errors import ArgumentError
 from taktline.meta import as_arguments
 from taktline.stage import PipelineStage
-from taktline.stage.names import parameters_of
 
 CPU = torch.device("cpu")
 Gradients = list[Tensor | None]
@@ -45,48 +42,6 @@ class SharedWeights(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(F.gelu(self.layer(x)))
-
-
-class TiedWeights(nn.Module):
-    """One weight in two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.gelu(self.first(x)))
-
-
-class Frozen(MLP):
-    """A weight in the middle, and a whole layer, learn nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self[1].weight.requires_grad_(False)  # pyright: ignore
-        self[3].requires_grad_(False)
-
-
-class AllFrozen(MLP):
-    """Gradients only pass through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-
-
-class Unused(MLP):
-    """Has parameters that no output depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Parameter(torch.ones(3))
-        self.unused_layer = nn.Linear(4, 4)
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.unused_layer(input)
-        return self[3](self[1](input))
 
 
 class SeveralOutputs(nn.Module):
@@ -123,18 +78,6 @@ class PassesOn(nn.Module):
         return x, self.layer(x)
 
 
-class OneTwice(nn.Module):
-    """Returns one tensor as two outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        result = self.layer(x).exp()
-        return result, result
-
-
 class TwoBranches(nn.Module):
     """Two outputs that have nothing in common but the input."""
 
@@ -146,36 +89,9 @@ class TwoBranches(nn.Module):
         return self.left(x), self.right(x)
 
 
-class Chooses(nn.Module):
-    """Uses one layer or the other, by what the input says; the graphs are of one size."""
-
-    def __init__(self, layer: Callable[[], nn.Module], linear: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4) if linear else nn.Identity()
-        self.choices = nn.ModuleList([layer(), layer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.choices[int(x.sum() > 0)](self.first(x))
-
-
-class Checkpointed(nn.Module):
-    """Computes its forward again in each part of the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = MLP()
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
 MODULES: dict[str, tuple[Callable[[], nn.Module], int, list[bool]]] = {
     "an MLP": (MLP, 1, [True]),
     "weights used twice": (SharedWeights, 1, [True]),
-    "one weight in two layers": (TiedWeights, 1, [True]),
-    "frozen parameters": (Frozen, 1, [True]),
-    "nothing to learn": (AllFrozen, 1, [True]),
-    "parameters that are not used": (Unused, 1, [True]),
     "several outputs": (SeveralOutputs, 1, [True, True, True]),
     "an output without gradient": (SeveralOutputs, 1, [True, False, True]),
     "one output with a gradient": (SeveralOutputs, 1, [False, True, False]),
@@ -184,21 +100,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], int, list[bool]]] = {
     "no layer at all": (nn.Identity, 1, [True]),
     "the input as an output": (PassesOn, 1, [True, True]),
     "only the input gets a gradient": (PassesOn, 1, [True, False]),
-    "one tensor returned twice": (OneTwice, 1, [True, True]),
-    "one tensor returned twice, one gradient": (OneTwice, 1, [False, True]),
     "two branches": (TwoBranches, 1, [True, True]),
-    "a choice of linear layers": (lambda: Chooses(lambda: nn.Linear(4, 4), False), 1, [True]),
-    "a choice of norms": (lambda: Chooses(lambda: nn.LayerNorm(4), False), 1, [True]),
-    "a choice of norms after a linear layer": (
-        lambda: Chooses(lambda: nn.LayerNorm(4), True),
-        1,
-        [True],
-    ),
-    "activation checkpointing": (Checkpointed, 1, [True]),
 }
 """Each module, the number of its inputs, and which outputs get a gradient."""
-
-CHOICES = [name for name in MODULES if name.startswith("a choice")]
 
 
 class Example:
@@ -259,11 +163,11 @@ def weights(stage: PipelineStage) -> Gradients:
     return [parameter.grad for parameter in stage.submod.parameters()]
 
 
-@pytest.mark.parametrize("index", [-1, 2, 3])
+@pytest.mark.parametrize("index", [-1, 2])
 def test_a_stage_outside_of_the_pipeline_is_refused(index: int) -> None:
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         stage_of(nn.Linear(4, 4), index, 2)
-    assert str(caught.value) == f"stage {index} of 2: stages are numbered from 0 to 1"
+    assert str(caught.value) == f"stage_index must be a whole number from 0 to 1, not {index}"
 
 
 @pytest.mark.parametrize(
@@ -281,11 +185,6 @@ def test_a_stage_says_what_it_is() -> None:
     assert repr(stage_of(nn.Linear(4, 4), 0, 2)) == (
         "PipelineStage(0 of 2, Linear, 20 parameters, cpu)"
     )
-    assert repr(stage_of(nn.Linear(100, 100), 2, 3)) == (
-        "PipelineStage(2 of 3, Linear, 10,100 parameters, cpu)"
-    )
-    # A weight in two layers is there once.
-    assert "(1 of 3, TiedWeights, 24 parameters, cpu)" in repr(stage_of(TiedWeights()))
     meta = PipelineStage(nn.ReLU(), 1, 2, torch.device("meta"))
     assert repr(meta) == "PipelineStage(1 of 2, ReLU, 0 parameters, meta)"
 
@@ -308,44 +207,24 @@ def test_begin_returns_which_parameters_are_trained() -> None:
     assert stage_of(nn.ReLU().eval()).begin() == (False,)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_whole_backward_is_a_plain_backward(name: str) -> None:
-    example = Example(name)
-    inputs, parameters = example.plain()
-    stage = example.begun()
-    assert_same(stage.backward(0, example.gradients[0]), inputs[0])
-    assert_same(weights(stage), parameters)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_a_split_backward_is_a_plain_backward(name: str) -> None:
-    example = Example(name)
-    inputs, parameters = example.plain()
-    stage = example.begun()
-    assert_same(stage.backward_input(0, example.gradients[0]), inputs[0])
+def run_backward(stage: PipelineStage, gradients: Gradients, *, split: bool) -> Gradients:
+    """The gradients of the inputs of micro-batch 0."""
+    if not split:
+        return stage.backward(0, gradients)
+    given = stage.backward_input(0, gradients)
     stage.backward_weight(0)
+    return given
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_backward_is_a_plain_backward(name: str, split: bool) -> None:
+    example = Example(name)
+    inputs, parameters = example.plain()
+    stage = example.begun()
+    # W must not change what I has passed to the stage before.
+    assert_same(run_backward(stage, example.gradients[0], split=split), inputs[0])
     assert_same(weights(stage), parameters)
-
-
-def test_the_examples_are_what_they_claim_to_be() -> None:
-    """None of the comparisons is one of nothing with nothing."""
-    without = {
-        "nothing to learn": ([False], [True] * 6),
-        "no output with a gradient": ([True], [True] * 6),
-        "inputs without gradient": ([False, True, True], [False, False]),
-        "no layer at all": ([False], []),
-        "only the input gets a gradient": ([False], [True, True]),
-        "frozen parameters": ([False], [False, False, True, False, True, True]),
-        "parameters that are not used": ([False], [True, True, True, *[False] * 4, True, True]),
-        "an output without gradient": ([False], [*[False] * 4, True, True]),
-        "one output with a gradient": ([False], [False, False, True, True, False, False]),
-    }
-    for name in MODULES:
-        if name in CHOICES:
-            continue
-        inputs, parameters = Example(name).plain()
-        expected = without.get(name, ([False], [False] * len(parameters)))
-        assert ([x is None for x in inputs[0]], [x is None for x in parameters]) == expected, name
 
 
 def test_gradients_are_added_to_those_that_are_there() -> None:
@@ -355,11 +234,7 @@ def test_gradients_are_added_to_those_that_are_there() -> None:
         stage = example.begun()
         for parameter in stage.submod.parameters():
             parameter.grad = torch.ones_like(parameter)
-        if split:
-            stage.backward_input(0, example.gradients[0])
-            stage.backward_weight(0)
-        else:
-            stage.backward(0, example.gradients[0])
+        run_backward(stage, example.gradients[0], split=split)
         assert_same(weights(stage), [1 + x for x in parameters if x is not None])
 
 
@@ -375,25 +250,8 @@ def test_parameters_that_were_frozen_learn_from_the_next_step_on(thawed: type[nn
         _, parameters = example.plain()
         stage.begin()
         stage.keep(0, *example.forward(stage.submod, 0))
-        stage.backward_input(0, example.gradients[0])
-        stage.backward_weight(0)
+        run_backward(stage, example.gradients[0], split=True)
         assert_same(weights(stage), parameters)
-
-
-def test_parameters_that_were_replaced_learn_from_the_next_step_on() -> None:
-    example = Example("an MLP")
-    _, parameters = example.plain()
-    stage = stage_of(deepcopy(example.module))
-    for _ in range(2):
-        stage.begin()
-        stage.keep(0, *example.forward(stage.submod, 0))
-        stage.backward_input(0, example.gradients[0])
-        stage.backward_weight(0)
-        assert_same(weights(stage), parameters)
-        for layer in stage.submod.children():
-            if isinstance(layer, (nn.Linear, nn.LayerNorm)):
-                layer.weight = nn.Parameter(layer.weight.detach().clone())
-                layer.bias = nn.Parameter(layer.bias.detach().clone())
 
 
 def test_the_weights_of_linear_layers_wait_for_their_half() -> None:
@@ -407,21 +265,6 @@ def test_the_weights_of_linear_layers_wait_for_their_half() -> None:
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", ["an MLP", "weights used twice", "frozen parameters"])
-def test_the_first_stage_has_no_inputs(name: str, split: bool) -> None:
-    example = Example(name)
-    _, parameters = example.plain()
-    stage = stage_of(deepcopy(example.module), 0)
-    stage.begin()
-    stage.keep(0, [], [stage.submod(example.inputs[0][0])])
-    backward = stage.backward_input if split else stage.backward
-    assert backward(0, example.gradients[0]) == []
-    if split:
-        stage.backward_weight(0)
-    assert_same(weights(stage), parameters)
-
-
-@pytest.mark.parametrize("split", [False, True])
 def test_the_first_stage_reaches_all_that_the_batch_depends_on(split: bool) -> None:
     example = Example("an MLP")
     inputs, parameters = example.plain()
@@ -430,26 +273,9 @@ def test_the_first_stage_reaches_all_that_the_batch_depends_on(split: bool) -> N
     # Made by a part of the model that is in no stage, or given with requires_grad.
     x = example.inputs[0][0].clone().requires_grad_()
     stage.keep(0, [], [stage.submod(x)])
-    backward = stage.backward_input if split else stage.backward
-    assert backward(0, example.gradients[0]) == []
-    if split:
-        stage.backward_weight(0)
+    assert run_backward(stage, example.gradients[0], split=split) == []
     assert_same([x.grad], inputs[0])
     assert_same(weights(stage), parameters)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_inputs_get_nothing_from_the_weights(name: str) -> None:
-    example = Example(name)
-    expected, _ = example.plain()
-    stage = stage_of(deepcopy(example.module))
-    stage.begin()
-    inputs, outputs = example.forward(stage.submod, 0)
-    stage.keep(0, inputs, outputs)
-    given = stage.backward_input(0, example.gradients[0])
-    stage.backward_weight(0)
-    # What was handed to the stage before must not change under its feet.
-    assert_same(given, expected[0])
 
 
 def test_a_stage_without_inputs_that_require_a_gradient() -> None:
@@ -457,8 +283,7 @@ def test_a_stage_without_inputs_that_require_a_gradient() -> None:
     stage = stage_of(nn.Embedding(5, 4))
     stage.begin()
     stage.keep(0, [], [stage.submod(torch.tensor([1, 2]))])
-    assert stage.backward_input(0, [torch.ones(2, 4)]) == []
-    stage.backward_weight(0)
+    assert run_backward(stage, [torch.ones(2, 4)], split=True) == []
     expected = torch.zeros(5, 4)
     expected[1:3] = 1
     assert_same(weights(stage), [expected])
@@ -516,16 +341,6 @@ def run_split(example: Example) -> PipelineStage:
         stage.backward_input(m, example.gradients[m])
         stage.backward_weight(m)
     return stage
-
-
-@pytest.mark.parametrize("name", CHOICES)
-def test_microbatches_may_take_different_ways_through_a_stage(name: str) -> None:
-    example = Example(name, 3)
-    for m, sign in enumerate((1, -1, 1)):
-        example.inputs[m][0] = sign * example.inputs[m][0].abs()
-    _, parameters = example.plain(range(3))
-    assert not any(gradient is None for gradient in parameters)
-    assert_same(weights(run_split(example)), parameters)
 
 
 @pytest.mark.parametrize(
@@ -587,24 +402,3 @@ def test_a_cleared_stage_has_forgotten_every_microbatch() -> None:
     stage.keep(1, *example.forward(stage.submod, 1))
     assert_same(stage.backward(1, example.gradients[1]), inputs[1])
     assert_same(weights(stage), parameters)
-
-
-def test_the_parameters_that_a_step_looks_at() -> None:
-    shared, outer = nn.Linear(2, 2, bias=False), nn.Sequential(nn.BatchNorm1d(2))
-    module = nn.Sequential(
-        shared, nn.ModuleList([shared, outer]), nn.ParameterList([torch.ones(1)])
-    )
-    module.register_parameter("none", None)
-    module.tied = shared.weight
-    module.add_module("nothing", None)
-    stage = stage_of(module)
-    for _ in range(2):
-        expected = {id(parameter) for parameter in module.parameters()}
-        found = parameters_of(module)
-        assert {id(parameter) for parameter in found} == expected
-        assert len(found) == len(expected)
-        before = stage.begin()
-        shared.weight.requires_grad_(False)
-        assert stage.begin() != before
-        shared.weight = nn.Parameter(torch.zeros(2, 2))  # what is put there later counts, too
-        outer.append(nn.Linear(2, 2))

@@ -76,7 +76,7 @@ class TestInOneProcess:
 
     def test_long_errors_are_cut(self) -> None:
         loader = pipeline().loader(failing(ValueError("a" * 10**6 + "z")))
-        with pytest.raises(DataError, match=r"aaa … aaa.*z$") as caught:
+        with pytest.raises(DataError, match=r"aaa … \(1,000,001 char") as caught:
             list(loader)
         assert len(str(caught.value)) < 5000
 
@@ -196,7 +196,7 @@ def test_values_and_errors_reach_every_rank(workers: Workers) -> None:
     assert errors == others
     assert errors[0] == "rank 0, batch 1: ValueError: no image"
     assert errors[1].startswith("rank 0, batch 1: ")
-    assert errors[1].endswith("Unspeakable: <exception str() failed>")
+    assert errors[1].endswith("Unspeakable: (its text cannot be read: RuntimeError)")
     assert errors[2].startswith("rank 0, batch 0: object cannot be sent to another rank")
     assert errors[3].startswith("rank 0, batch 0: a sparse tensor cannot be sent")
     assert errors[4].startswith("rank 0, the loader: TensorDataset has samples")

@@ -62,7 +62,6 @@ class Run:
             loss_fn=nn.functional.mse_loss,
             seed=0,
             on_preempt=self.save,
-            run_ahead=kind == "run ahead",
             **where,
         )
         self.optimizers = self._optimizers()
@@ -167,7 +166,6 @@ KINDS = [
     ("every other", None, (2, 0, "step")),
     ("reduced once", None, (2, 0, "step")),
     ("several", None, (2, 0, "step")),
-    ("run ahead", None, (3, 0, "step")),
     ("eval", None, (2, 0, "step")),
     ("in the background", None, (2, 0, "step")),
     ("plain", (2, 2), (2, 0, "step")),

@@ -49,7 +49,6 @@ def train(store: str, rank: int, world: int, copies: int, call: str, told: Conne
         ranks=2,
         on_preempt=saved,
         data_parallel="ddp" if copies > 1 else None,
-        run_ahead=call == "run ahead",
     )
     for step in range(100_000):
         if call != "eval" or not step:
@@ -68,7 +67,6 @@ def train(store: str, rank: int, world: int, copies: int, call: str, told: Conne
         (2, 1, [0, 1], "step"),
         (2, 1, [1], "eval"),
         (4, 2, [3], "step"),
-        (2, 1, [1], "run ahead"),
     ],
 )
 def test_all_ranks_end_after_the_same_step(

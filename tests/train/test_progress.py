@@ -1,12 +1,14 @@
-"""Numbers of how training goes, and the bar that shows them."""
+"""Numbers of how training goes, the bar that shows them, and reports of slow ranks."""
 
 from __future__ import annotations
 
+import logging
 import os
 import pty
 import re
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from taktline import Pipeline
+from taktline import Pipeline, ScheduleFromPlan
 from taktline.errors import ArgumentError
+from taktline.plan import Kind
 from tests.documents import ROOT
 from tests.workers import Workers
 
@@ -116,3 +119,101 @@ def test_in_a_notebook() -> None:
     pipe = make()
     pipe.close()
     assert pipe._repr_html_() == "<pre>Pipeline(closed)</pre>"
+
+
+X = torch.ones(8, 16)
+
+
+class Layer(nn.Linear):
+    """May take its time."""
+
+    naps = 0.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.naps)
+        return torch.tanh(super().forward(input))
+
+
+def napping(**options: Any) -> Pipeline:
+    usual: dict[str, Any] = {"microbatches": 4, "loss_fn": nn.functional.mse_loss, "ranks": 2}
+    model = nn.Sequential(*(Layer(16, 16) for _ in range(4)))
+    return Pipeline(model, cuts=["2"], **(usual | options))
+
+
+def slow_down(pipe: Pipeline, stage: int = 1) -> None:
+    for module in pipe.stages[stage].modules() if stage in pipe.stages else ():
+        if isinstance(module, Layer):
+            module.naps = 0.02
+
+
+def reported(rank: int, group: Any, counted: bool) -> list[str]:
+    """The log of four steps, of which the last two are slow on the second rank."""
+    here = {}
+    if group is not None:
+        here["mesh"] = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+    pipe = napping(report_stragglers=2, example=(X[:2],) if counted else None, **here)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("taktline").addHandler(handler)
+    try:
+        for number in range(4):
+            if number == 2:
+                slow_down(pipe)
+            pipe.step(X, target=X)
+    finally:
+        logging.getLogger("taktline").removeHandler(handler)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("counted", "words"), [(True, "its work accounts for"), (False, "it took before")]
+)
+@pytest.mark.parametrize("ranks", ["local", pytest.param("gloo", marks=pytest.mark.processes)])
+def test_the_log_names_the_slow_rank(
+    request: pytest.FixtureRequest, ranks: str, counted: bool, words: str
+) -> None:
+    if ranks == "local":
+        found, others = reported(0, None, counted), []
+    else:
+        workers: Workers = request.getfixturevalue("workers")
+        found, others = workers.run(reported, counted, ranks=2)
+    # Not of the first one, in which so small a model may seem slow anywhere.
+    start = "step 3: rank 1 is slow: the forward of stage 1 takes"
+    (slow,) = [line for line in found if line.startswith(start)]
+    assert f"times what {words}; slowest in micro-batches" in slow
+    assert others == []
+
+
+def test_a_trace_knows_them_too(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = napping(report_stragglers=1, example=(X[:2],))
+    pipe.step(X, target=X)
+    slow_down(pipe)
+    caplog.clear()
+    with pipe.trace() as trace:
+        pipe.step(X, target=X)
+    assert not caplog.records  # one trace at a time
+    worst = trace.stragglers()[0]
+    assert (worst.rank, worst.stage, worst.kind, len(trace.timelines)) == (1, 1, Kind.F, 1)
+
+
+def test_only_every_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+    trace = ScheduleFromPlan.trace
+
+    def counted(schedule: Any) -> Any:
+        traced.append(schedule.steps)
+        return trace(schedule)
+
+    monkeypatch.setattr("taktline.runtime.schedule.Schedule.trace", counted)
+    pipe = napping(report_stragglers=3)
+    for _ in range(7):
+        pipe.step(X, target=X)
+        pipe.eval(X)
+    assert sorted(set(traced)) == [2, 5]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "often"])
+def test_a_number_of_steps(wrong: Any) -> None:
+    with pytest.raises(ArgumentError, match="report_stragglers must be a whole number from 1 up"):
+        napping(report_stragglers=wrong)

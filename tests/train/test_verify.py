@@ -77,7 +77,7 @@ def test_a_sound_pipeline_is_equal(schedule: str, stages: int) -> None:
     found = verified(schedule=schedule, cuts=CUTS[stages])
     assert found, str(found)
     # Of every micro-batch, the outputs of embedding, head and the four parts of each block.
-    assert found.compared > 2 * PARTS * (2 + 4 * 4)
+    assert found.compared > PARTS * (2 + 4 * 4)
     assert str(found) == f"equal to the plain model: {found.compared} tensors"
 
 
@@ -287,7 +287,7 @@ MODELS: dict[str, tuple[Callable[[], Verification], str]] = {
     ),
     "detached": (
         lambda: verified(only_micro_batches(lambda y: y.detach())),
-        "stage 1, micro-batch 0, backward: the gradient of the output of blocks.2 differs",
+        "stage 1, gradient: the gradient of the parameter head.weight differs",
     ),
 }
 
@@ -363,11 +363,11 @@ class Rounded:
 
 def rounded_message(patch: Patch) -> None:
     def forward(original: Any, work: Work, microbatch: int) -> None:
-        port = work._activations_in
+        port = work.ports.activations_in
         if port is not None:
-            work._activations_in = Rounded(port)  # pyright: ignore[reportAttributeAccessIssue]
+            work.ports.activations_in = Rounded(port)
         original(work, microbatch)
-        work._activations_in = port
+        work.ports.activations_in = port
 
     instead(patch, "forward", forward)
 
@@ -399,7 +399,7 @@ RUNTIME: dict[str, tuple[Callable[[Patch], None], str, str]] = {
     "a loss that counts more": (
         scaled_loss,
         "1f1b",
-        "stage 1, micro-batch 0, backward: the gradient of the output of head",
+        "stage 1, gradient: the gradient of the parameter head.weight differs",
     ),
 }
 
@@ -414,8 +414,6 @@ def test_a_mistake_in_a_model_is_found(bug: str) -> None:
     found = make()
     assert not found
     assert expected in str(found)
-    known = bug in ("random numbers", "remembers a micro-batch")
-    assert ("random, or it remembers" in str(found)) == known
 
 
 @pytest.mark.parametrize("bug", RUNTIME)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import selectors
 from collections import deque
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
 
 from torch._C._distributed_c10d import HashStore
 
-from taktline.transport.control_links import Network
-from taktline.transport.control_plane import Plane
-from taktline.transport.listener import Address
+from taktline.transport.control_plane import PeerFailure, Plane
+from taktline.transport.links import Network
+from taktline.transport.sockets import CONTROL, Address, Caller
 from taktline.transport.verdict import Member
 
 HOP_SECONDS = 0.001
@@ -75,6 +76,8 @@ class Socket:
     def setsockopt(self, *option: int) -> None:
         """It has no options."""
 
+    family = None
+
 
 class Waker(Socket):
     """Ends the wait of its own process, at once."""
@@ -92,15 +95,15 @@ class Listener:
         self.network = network
         self.address: Address = ("simulated", port, "token", "")
         self.selector: Selector | None = None
-        self.calls: list[tuple[int, Socket]] = []
+        self.calls: list[Caller] = []
         self.closed = False
 
-    def take(self, call: tuple[int, Socket]) -> None:
+    def take(self, call: Caller) -> None:
         self.calls.append(call)
         if self.selector is not None:
             self.selector.ready[self] = None
 
-    def accept(self) -> list[tuple[int, Socket]]:
+    def accept(self) -> list[Caller]:
         calls, self.calls = self.calls, []
         return calls
 
@@ -176,7 +179,7 @@ class Simulation(Network):
         waker.other = reader
         return reader, waker
 
-    def listen(self, host: str, callers: int) -> Listener:
+    def listen(self, host: str) -> Listener:
         self.listeners.append(Listener(self, len(self.listeners) + 1))
         return self.listeners[-1]
 
@@ -184,7 +187,9 @@ class Simulation(Network):
         self.probe(address)
         here, there = Socket(self), Socket(self)
         here.other, there.other = there, here
-        self.flying.append((self.listeners[address[1] - 1], (process, there)))
+        self.flying.append(
+            (self.listeners[address[1] - 1], Caller(CONTROL, process, cast("Any", there)))
+        )
         return here
 
     def probe(self, address: Address) -> None:
@@ -217,14 +222,19 @@ class Simulation(Network):
 
     def connect(self) -> int:
         """Let all processes meet; how many rounds that took."""
-        everyone = {*range(len(self.planes))}
+        return self.run(lambda: not any(plane._links.missing for plane in self.planes))
 
-        def met() -> bool:
-            return all(
-                plane.news.here == everyone and not plane._links._missing for plane in self.planes
+    def come(self) -> int:
+        """Let all processes come to their places; how many rounds pass until all know it."""
+        for plane, member in zip(self.planes, self.members, strict=True):
+            with suppress(PeerFailure):
+                plane.meet(member, 0.0)
+        return self.run(
+            lambda: all(
+                len(p._come(m)) == len(m.processes)
+                for p, m in zip(self.planes, self.members, strict=True)
             )
-
-        return self.run(met)
+        )
 
     def settle(self) -> None:
         """Let everything arrive that is under way, but no beat."""

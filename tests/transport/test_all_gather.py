@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,11 +9,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from taktline.transport.all_gather import AllGather
-from taktline.transport.connect import PeerFailure
-from taktline.transport.control_plane import Plane
-from taktline.transport.frames import framed
-from taktline.transport.listener import call
+from taktline.transport.all_gather import AllGather, framed
+from taktline.transport.control_plane import PeerFailure, Plane
 from taktline.transport.verdict import Cause, Member, Verdict
 
 SOON = 20.0
@@ -39,7 +34,8 @@ def connect() -> Iterator[Callable[..., list[Any]]]:
 def make(plane: Plane, rank: int, size: int, seconds: float) -> AllGather:
     member = Member(list(range(size)), "here", lambda _: None)
     plane.join(member)
-    return AllGather(plane, member, "here", rank, seconds)
+    plane.meet(member, seconds)
+    return AllGather(plane, member, rank, seconds)
 
 
 def each(size: int, fn: Callable[[int], Any]) -> list[Any]:
@@ -113,31 +109,10 @@ def test_a_verdict_ends_the_wait_for_those_who_have_not_come() -> None:
     plane.join(member)
     try:
         with ThreadPoolExecutor(1) as other:
-            waits = other.submit(AllGather, plane, member, "here", 0, SOON)
+            waits = other.submit(plane.meet, member, SOON)
             plane.announce(Verdict(Cause.RAISED, 0, "KeyboardInterrupt"))
             with pytest.raises(PeerFailure) as caught:
                 waits.result(SOON / 2)
             assert caught.value.processes == [1]
     finally:
         plane.close()
-
-
-def test_strangers_are_not_let_in(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses: list[str] = []
-    tell = Plane.tell
-
-    def told(plane: Plane, processes: Any, place: str, value: str) -> None:
-        addresses.append(value)
-        host, port, token, name = json.loads(value)
-        for address in ((host, port, "x" * len(token), name), (host, port, "x" * len(token), "")):
-            call(address, 1, SOON).close()
-        for hello in (b"", b"x" * 36):
-            with socket.create_connection((host, port)) as stranger:
-                stranger.sendall(hello)
-        tell(plane, processes, place, value)
-
-    monkeypatch.setattr(Plane, "tell", told)
-    ranks = connect(2)
-    frames = each(2, lambda rank: ranks[rank].exchange(framed([rank], "x")))
-    assert len(addresses) == 2
-    assert [[f.numbers for f in found] for found in frames] == [[[0], [1]]] * 2

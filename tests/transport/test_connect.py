@@ -7,16 +7,17 @@ import sys
 
 import pytest
 
-from taktline.transport.listener import Address, Listener, call
+from taktline.transport.sockets import Address, Listener, call, purpose_of
 
 SOON = 20.0
+PURPOSE = purpose_of("a test")
 
 
 def connected(listener: Listener, address: Address) -> list[socket.socket]:
     """Both ends of a connection, once data has gone both ways."""
-    caller = call(address, 7, SOON)
-    [(number, called)] = listener.accept(SOON)
-    assert number == 7
+    caller = call(address, PURPOSE, 7, SOON)
+    [(purpose, number, called)] = listener.accept(SOON)
+    assert (purpose, number) == (PURPOSE, 7)
     ends = [caller, called]
     for sender, receiver in (ends, ends[::-1]):
         sender.sendall(b"hello")
@@ -34,19 +35,19 @@ def families(ends: list[socket.socket]) -> set[socket.AddressFamily]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has names without files")
 def test_processes_on_one_host_are_connected_without_tcp() -> None:
-    with Listener("127.0.0.1", named=True) as listener:
+    with Listener("127.0.0.1") as listener:
         assert families(connected(listener, listener.address)) == {socket.AF_UNIX}
 
 
 @pytest.mark.parametrize("name", ["", "on-another-host"])
 def test_processes_on_two_hosts_are_connected_over_tcp(name: str) -> None:
-    with Listener("127.0.0.1", named=True) as listener:
+    with Listener("127.0.0.1") as listener:
         elsewhere = (*listener.address[:3], name)
         assert families(connected(listener, elsewhere)) == {socket.AF_INET}
 
 
 def test_nobody_calls_a_listener_that_is_closed() -> None:
-    with Listener("127.0.0.1", named=True) as listener:
+    with Listener("127.0.0.1") as listener:
         assert listener.accept() == []
     with pytest.raises(ConnectionRefusedError):
-        call(listener.address, 7, SOON)
+        call(listener.address, PURPOSE, 7, SOON)

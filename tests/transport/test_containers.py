@@ -14,8 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from taktline.errors import SignatureError
-from taktline.transport import containers
-from taktline.transport.containers import (
+from taktline.transport import codec
+from taktline.transport.codec import (
     decode_tree,
     encode_tree,
     note_containers,
@@ -108,14 +108,14 @@ UNKNOWN = (
 
 @pytest.fixture
 def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(containers, "_registered", {})
+    monkeypatch.setattr(codec, "_registered", {})
 
 
 @pytest.mark.usefixtures("nothing_registered")
 def test_a_named_tuple_that_this_process_has_not_met() -> None:
     name = f"{__name__}:Pair"
     with pytest.raises(SignatureError) as caught:
-        decode_tree(["namedtuple", [name, 2], [None, None]])
+        decode_tree(["namedtuple", name, [None, None]])
     assert str(caught.value) == UNKNOWN.format(f"{__name__}.Pair")
 
 
@@ -124,13 +124,13 @@ def test_how_a_named_tuple_becomes_known() -> None:
     class Mine(NamedTuple):
         value: Any
 
-    described = ["namedtuple", [f"{__name__}:{Mine.__qualname__}", 1], [None]]
+    described = ["namedtuple", f"{__name__}:{Mine.__qualname__}", [None]]
     with pytest.raises(SignatureError, match="does not know"):
         decode_tree(described)
     assert register_container(Mine) is Mine
     assert decode_tree(described).context is Mine
     note_containers(pytree.tree_structure([{"a": Pair(1, 2)}]))
-    assert decode_tree(["namedtuple", [f"{__name__}:Pair", 2], [None, None]]).context is Pair
+    assert decode_tree(["namedtuple", f"{__name__}:Pair", [None, None]]).context is Pair
 
 
 @pytest.mark.usefixtures("nothing_registered")
@@ -141,9 +141,9 @@ def test_what_was_sent_is_known() -> None:
 
 def test_a_named_tuple_with_other_fields() -> None:
     register_container(Pair)
-    for fields, parts in ((3, 3), (2, 3), (3, 2), ("2", 2), (None, 2)):
+    for parts in (0, 1, 3):
         with pytest.raises(SignatureError, match="has other fields than here"):
-            decode_tree(["namedtuple", [f"{__name__}:Pair", fields], [None] * parts])
+            decode_tree(["namedtuple", f"{__name__}:Pair", [None] * parts])
 
 
 def test_a_dataclass_is_registered_with_pytree_too() -> None:
@@ -201,7 +201,7 @@ class Hooked(NamedTuple):
     "describe",
     [
         lambda name: [name, None, []],
-        lambda name: ["namedtuple", [name, 0], []],
+        lambda name: ["namedtuple", name, []],
         lambda name: ["namedtuple", {"$": "type", "of": name}, []],
         lambda name: ["collections:namedtuple", {"$": "type", "of": name}, [None]],
         lambda name: ["defaultdict", [{"$": "type", "of": name}, []], []],
@@ -214,7 +214,7 @@ def test_nothing_that_a_message_names_is_found_or_called(
     name: str, describe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules = set(sys.modules)
-    monkeypatch.setattr(containers, "_registered", {})
+    monkeypatch.setattr(codec, "_registered", {})
     with pytest.raises(SignatureError):
         decode_tree(describe(name))
     assert set(sys.modules) == modules
@@ -243,7 +243,6 @@ def test_nothing_that_a_message_names_is_found_or_called(
         ["dict", [{"$": "tuple"}], [None]],
         ["dict", [{"$": [], "of": []}], [None]],
         ["deque", 1, [None, None]],
-        ["deque", True, [None]],
         ["deque", -1, []],
         ["deque", 2**63, [None]],
         ["defaultdict", ["list", []], []],

@@ -19,12 +19,11 @@ from taktline.transport import (
     Transport,
     all_gather,
     distributed,
-    frames,
     local,
     transport_of,
 )
 from taktline.transport.communicators import Communicator
-from taktline.transport.connect import PeerFailure
+from taktline.transport.control_plane import PeerFailure
 from taktline.transport.distributed import Distributed
 from taktline.transport.lanes import Lane
 from taktline.transport.local import LocalTransport
@@ -195,7 +194,7 @@ def end_after_an_exchange(rank: int, group: dist.ProcessGroup) -> list[Any]:
 
     def send_late(messages: dict[int, bytes]) -> list[Handle]:
         first = send({0: messages[0]})
-        assert transport._member.told.wait(SOON / 2)
+        assert transport._member.heard.wait(SOON / 2)
         return first + send({1: messages[1]})
 
     if rank == 2:
@@ -234,7 +233,7 @@ def end_elsewhere(rank: int, group: dist.ProcessGroup) -> str:
     if beside is None:
         transport.plane.raised(ValueError("no luck"))
         return ""
-    assert transport._member.told.wait(SOON / 2)
+    assert transport._member.heard.wait(SOON / 2)
     with pytest.raises(LostRankError) as caught:
         beside.exchange([rank])
     return str(caught.value)
@@ -255,7 +254,7 @@ def come_late(rank: int, group: dist.ProcessGroup) -> str:
     if rank == 1:
         Distributed.of(pair).raised(ValueError("no luck"))
         return ""
-    assert transport._member.told.wait(SOON / 2)
+    assert transport._member.heard.wait(SOON / 2)
     with pytest.raises(LostRankError) as caught:
         Distributed.of(pair).exchange([rank])
     return str(caught.value)
@@ -274,7 +273,7 @@ def leave_after(rank: int, group: dist.ProcessGroup) -> str:
     if rank == 0:
         transport.plane.raised(ValueError("no luck"))
         return ""
-    assert transport._member.told.wait(SOON / 2)
+    assert transport._member.heard.wait(SOON / 2)
     if rank == 1:
         transport.raised(LostRankError("a lane has ended"))
         return ""
@@ -546,30 +545,33 @@ def test_local_ranks_in_different_exchanges() -> None:
     ("words", "text"),
     [
         ([0, 0], "rank 3 has sent no message of an exchange, or one of another version;"),
-        ([frames._MARK + 1, 0], "rank 3 has sent no message of an exchange, or one of"),
-        ([frames._MARK, -1], "rank 3 announces -1 numbers, more than there can be"),
-        ([frames._MARK, 2**60], "rank 3 announces 1,152,921,504,606,846,976 numbers, more than"),
+        ([all_gather._MARK + 1, 0], "rank 3 has sent no message of an exchange, or one of"),
+        ([all_gather._MARK, -1], "rank 3 announces -1 numbers, more than there can be"),
+        (
+            [all_gather._MARK, 2**60],
+            "rank 3 announces 1,152,921,504,606,846,976 numbers, more",
+        ),
     ],
 )
 def test_an_invalid_frame(words: list[int], text: str) -> None:
     frame = struct.pack("<8q", *words, *[0] * 6)
     with pytest.raises(TransportError) as caught:
-        frames.Frame.size(frame, 0, rank=3)
+        all_gather.Frame.size(frame, 0, rank=3)
     assert str(caught.value).startswith(text)
 
 
 def test_what_an_exchange_is_for_may_be_any_bytes() -> None:
-    frame = frames.framed([1], "x")
+    frame = all_gather.framed([1], "x")
     frame = frame[:16] + b"\xff" * 48 + frame[64:]
-    assert set(frames.Frame.read(frame).what) == {"\ufffd"}
+    assert set(all_gather.Frame.read(frame).what) == {"\ufffd"}
 
 
 def test_an_exchange_has_its_limits() -> None:
-    numbers = range(frames._MOST + 1)
+    numbers = range(all_gather._MOST + 1)
     with pytest.raises(
         TransportError, match=r"a trace takes 16,777,217 numbers; at most 16,777,21"
     ):
-        frames.framed(numbers, "a trace")
+        all_gather.framed(numbers, "a trace")
 
 
 WHAT = "(activations from rank 0 to rank 1)"
@@ -592,7 +594,7 @@ def became(rank: int, group: dist.ProcessGroup, said: str) -> str:
     transport = Distributed(group)
     transport.exchange([rank])
     if rank:
-        transport._member.told.wait(20.0)  # stays until the other one is done with it
+        transport._member.heard.wait(20.0)  # stays until the other one is done with it
         return ""
 
     communicator = Mock(send=Mock(side_effect=RuntimeError(said)))

@@ -10,14 +10,11 @@ import sys
 import threading
 import time
 import weakref
-from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from taktline.errors import DeadlockError, TransportError
-from taktline.transport import thread_pool
 from taktline.transport.base import Channel, Handle, Transport
 from taktline.transport.local import LocalTransport, current, run
 
@@ -466,7 +463,6 @@ def test_a_thread_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(thread_pool, "_idle", [])
     before = threading.active_count()
     monkeypatch.setattr(threading.Thread, "start", limited)
     with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -539,39 +535,6 @@ def test_ranks_begin_on_the_stream_of_the_caller() -> None:
         assert run(lambda rank: torch.cuda.current_stream(), 2) == [mine, mine]
 
 
-def test_threads_last_from_one_run_to_the_next() -> None:
-    first, second = (set(run(lambda rank: threading.get_ident(), 3)) for _ in range(2))
-    assert first == second
-    assert current() is None
-
-
-def test_threads_that_nobody_needs_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_pool, "_idle", [])
-    monkeypatch.setattr(thread_pool, "_IDLE_SECONDS", 0.01)
-    mine = run(lambda rank: threading.current_thread(), 3)
-    for thread in mine:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    assert thread_pool._idle == []
-    assert run(lambda rank: rank, 2) == [0, 1]
-
-
-def test_a_forked_process_has_threads_of_its_own() -> None:
-    run(lambda rank: rank, 2)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if run(lambda rank: rank, 2) == [0, 1] else 1)
-    for _ in range(6000):
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            break
-        time.sleep(0.01)
-    else:
-        os.kill(child, signal.SIGKILL)
-        ended, status = os.waitpid(child, 0)
-    assert status == 0
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux")
 @pytest.mark.processes
 def test_kernels_start_no_more_threads_than_the_caller_allows() -> None:
@@ -589,17 +552,3 @@ def test_kernels_start_no_more_threads_than_the_caller_allows() -> None:
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "4"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-def test_what_a_rank_has_entered_and_not_left_is_not_there_in_the_next_run() -> None:
-    class Named(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> object:
-            return func(*args, **(kwargs or {}))
-
-    run(lambda rank: Named().__enter__() and None, 2)
-    with Named() as outer:
-        run(lambda rank: Named().__enter__() and None, 2)
-        assert run(lambda rank: _get_current_function_mode_stack(), 2) == [[outer]] * 2
-    assert run(lambda rank: _get_current_function_mode_stack(), 2) == [[], []]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from taktline.checks import loads
-from taktline.transport.plain import NotPlainError, pack, unpack
+from taktline.transport.codec import NotPlainError, pack, unpack
 
 VALUES: list[Any] = [
     [None, True, 7, -(2**70), 0.1, -0.0, "größer\n", b"\0x"],

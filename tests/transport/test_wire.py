@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from taktline.errors import SignatureError
 from taktline.meta import Signature, TensorMeta, flatten
-from taktline.transport.describe import decode, encode
+from taktline.transport.codec import decode, encode
 from taktline.transport.wire import Layout
 from tests.test_meta import DTYPES, arguments, shapes
 

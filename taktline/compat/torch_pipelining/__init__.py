@@ -63,4 +63,3 @@ else:
     globals().update(
         {k: v for k, v in vars(_shown).items() if k == "__all__" or not k.startswith("__")}
     )
-    _patches.show(sys.modules[__name__], *_patches.LATER)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
@@ -28,15 +27,6 @@ from taktline.errors import CallOrderError, ScheduleError
 from taktline.plan import Action, Kind
 from taktline.pytree import tree_leaves
 from taktline.runtime.program import Failure, Fate, Instruction, Program, Wrap
-
-LIMITS = (
-    "max_active_stages",
-    "unshard_lookahead",
-    "max_outstanding_sends",
-    "defer_reduce_grad_wait",
-)
-"""Options that schedules have since torch 2.15."""
-HAS_LIMITS = LIMITS[0] in signature(torchs.ScheduleLoopedBFS.__init__).parameters
 
 Order = Mapping[int, Sequence[Any]]
 """Actions by rank; a None is a rank that waits."""
@@ -62,10 +52,6 @@ class Calls:
             torchs.SEND_B: {},
         }
         """Messages of each kind that were not waited for yet, by stage and micro-batch."""
-        self.sent: list[tuple[Any, tuple[int, int | None]]] = []
-        """Kind, stage and micro-batch of each message that was sent."""
-        self.waits = False
-        """Whether there are actions that wait for reductions."""
         left = (schedule.backward_counter, schedule._internal_losses, schedule.unsharded_stages)
         for values in (*left, *self.underway.values()):
             values.clear()
@@ -107,9 +93,7 @@ class Calls:
 
     def instructions(self) -> Iterator[Instruction]:
         """Each action: how it runs, and what it does if this rank has failed."""
-        row = self.row()
-        self.waits = any(action.computation_type == torchs.WAIT_REDUCE_GRAD for action in row)
-        for action in row:
+        for action in self.row():
             whole = action.computation_type in self.functions
             for part in (action,) if whole else _parts(action):
                 planned = _as_planned(_parts(part)[0])
@@ -135,14 +119,15 @@ class Calls:
                 self._start(action, stage)
             case torchs.UNSHARD | torchs.RESHARD:
                 self._shard(action, stage)
-            case torchs.REDUCE_GRAD | torchs.WAIT_REDUCE_GRAD:
+            case torchs.REDUCE_GRAD:
                 if self.schedule._has_backward:
-                    self._reduce(action.computation_type, stage)
-            case torchs.WAIT_SEND_F:
-                self._wait(torchs.SEND_F, action)
-                stage.release_fwd_send_outputs(action.microbatch_index)
-            case torchs.WAIT_SEND_B:
-                self._wait(torchs.SEND_B, action)
+                    self._reduce(stage)
+            case kind if kind.value in ("WAIT_SEND_F", "WAIT_SEND_B"):
+                self._wait(getattr(torchs, kind.value.removeprefix("WAIT_")), action)
+                if kind.value == "WAIT_SEND_F":
+                    stage.release_fwd_send_outputs(action.microbatch_index)
+            case kind if kind.value == "WAIT_REDUCE_GRAD":
+                pass  # REDUCE_GRAD has waited
             case _:
                 raise ScheduleError(f"{action=} is unknown or unsupported")
 
@@ -164,31 +149,17 @@ class Calls:
                     # Groups refuse any other; the message does not keep the graph.
                     op.tensor = op.tensor.detach().contiguous()
                 op.tag = 1 + (2 * boundary + (way == "B")) * count + mb_index
-        if verb == "SEND":
-            self._make_room()
-            self.sent.append((kind, key))
         self.underway[kind][key] = torchs._batch_p2p(ops)
 
-    def _make_room(self) -> None:
-        """Wait for the oldest messages, if no more may be under way."""
-        most, sends = self.schedule._limits.max_outstanding_sends, (torchs.SEND_F, torchs.SEND_B)
-        while most and sum(len(self.underway[kind]) for kind in sends) >= most:
-            kind, key = self.sent.pop(0)
-            torchs._wait_batch_p2p(self.underway[kind].pop(key, ()))
-            if kind == torchs.SEND_F and key[0] in self.stages:
-                self.stages[key[0]].release_fwd_send_outputs(key[1])
-
-    def _reduce(self, kind: Any, stage: Any) -> None:
-        """Reduce gradients: at once, or if there are actions that wait for it, until then."""
-        schedule, sharded = self.schedule, self.schedule._is_sharded(stage)
-        if sharded and not schedule._finalize_gradients:
+    def _reduce(self, stage: Any) -> None:
+        schedule = self.schedule
+        if (
+            schedule._has_backward
+            and schedule._is_sharded(stage)
+            and not schedule._finalize_gradients
+        ):
             stage.gradients_due = False  # they wait for a step that reduces them
-        elif kind == torchs.WAIT_REDUCE_GRAD:
-            if sharded and stage.is_reducing:
-                stage.wait_for_gradient_reduction(schedule._grad_factor)
-        elif sharded and self.waits:
-            stage.start_gradient_reduction()
-        else:
+        elif schedule._has_backward:
             stage.perform_reduce_grad(schedule._grad_factor)
 
     def _wait(self, kind: Any, action: Any) -> None:
@@ -333,18 +304,12 @@ def lowered(order: Order, schedule: Any, reduces: int) -> Any:
 
     ``reduces`` is after how many backwards a stage is reduced; 0 for never.
     """
-    limits, rows = schedule._limits, {}
-    most, full = limits.max_active_stages, limits.unshard_lookahead == "full"
-    if not full and not HAS_LIMITS:
-        raise ScheduleError(
-            "unshard_lookahead needs torch 2.15, or stages whose methods are not overridden; leave "
-            "it out"
-        )
-    for rank, row in order.items():
-        more = {} if full else {"unshard_lookahead": limits.ahead(schedule.pp_group_size)[rank]}
-        rows[rank] = torchs._add_unshard_reshard([*row], most, **more)
-        if reduces:
-            rows[rank] = torchs._add_reduce_grad(rows[rank], reduces)
+    rows = {
+        rank: torchs._add_unshard_reshard([*row], schedule._limits.max_active_stages)
+        for rank, row in order.items()
+    }
+    if reduces:
+        rows = {rank: torchs._add_reduce_grad(row, reduces) for rank, row in rows.items()}
     return torchs._add_send_recv(rows, schedule._rank_of, schedule._num_stages)
 
 

@@ -13,17 +13,15 @@ import torch
 
 from taktline import pytree
 from taktline.errors import SignatureError
-from taktline.split.arguments import Args, Call, key_of, without_cache
-from taktline.split.nested import Absent, Value, filled, parts_in
-from taktline.split.program import StageProgram
-from taktline.split.recorded_stage import RecordedStage
+from taktline.split.arguments import Absent, Call, Value, filled, key_of, parts_in, without_cache
+from taktline.split.recorded_stage import RecordedStage, StageProgram
 from taktline.text import counted
 
 
 class FlatStage(RecordedStage):
     """A stage whose neighbours are sent tensors alone.
 
-    Args:
+    tuple[Any, ...]:
         stage: has the modules and tensors.
         example: the arguments of the model with which it was recorded.
     """
@@ -72,22 +70,24 @@ class FlatStage(RecordedStage):
             self._runner.cut.arguments[len(given.args) :], given.kwargs
         )
 
-    def _program(self, args: Args) -> StageProgram:
+    def _program(self, args: tuple[Any, ...]) -> StageProgram:
         """What the stage runs for the example, in the present modes and on the present device."""
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         call = self._call(self._example)
         if tensors and not (tensors[0].is_cpu or tensors[0].is_meta):
             device = tensors[0].device
             call = pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), call)
-        return self._runner._program(self, call, ())[0]
+        return self._runner.program(self, call, ())[0]
 
 
-def _as_given(stage: int, received: Args, call: Call) -> Call:
+def _as_given(stage: int, received: tuple[Any, ...], call: Call) -> Call:
     """The arguments of a stage of Taktline."""
     return call if stage == 0 else ((received, *call), {})
 
 
-def _unpacked(program: StageProgram, tensors: Args, stage: int) -> tuple[Args, Call]:
+def _unpacked(
+    program: StageProgram, tensors: tuple[Any, ...], stage: int
+) -> tuple[tuple[Any, ...], Call]:
     """The values from the stage before, and the arguments of the model."""
     record, plan = program.record, program.plan
     given = dict.fromkeys(parts_in(record.given, Value))

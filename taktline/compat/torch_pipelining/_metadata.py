@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from taktline.compat.torch_pipelining import _utils as utils
@@ -33,13 +32,14 @@ def is_whole(stage: Any) -> bool:
     return isinstance(getattr(stage, "submod", None), nn.Module)
 
 
-class Telling(torchs.PipelineStage):
-    """A stage that also tells its neighbours if it fails to find its metadata."""
+class StageMetadata(torchs.PipelineStage):
+    """A stage that tells its neighbours if it fails to find its metadata, since torch 2.12."""
 
     examples: tuple[Any, Any]
-    inputs_meta: Any
     unprepared: Exception | None = None
     """The error, if it has failed."""
+    _has_sent = False
+    """Whether the next stage got a message."""
 
     @like(torchs.PipelineStage._prepare_forward_infra)
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,45 +60,33 @@ class Telling(torchs.PipelineStage):
 
         So all stages come to the end, where the error is raised.
         """
-        neighbour, self._has_told = self.stage_index + way, False
-        listens = self._listens(neighbour)
+        if not HAS_META:
+            return find(*args, **kwargs)
+        self._has_sent = False
         try:
             return find(*args, **kwargs)
         except Exception as error:
-            remote = [
-                value for value in (*args, *kwargs.values()) if isinstance(value, RemoteError)
-            ]
-            self.unprepared = self.unprepared or (remote or [error])[0]
-        if not self._has_told and listens:
-            self._send_meta(RemoteError(), neighbour)
-        # Before 2.12, a stage with its neighbour elsewhere takes nothing from this rank.
-        return RemoteError() if HAS_META or self._is_here(neighbour) else ()
+            given = (*args, *kwargs.values())
+            remote = next((value for value in given if isinstance(value, RemoteError)), error)
+            self.unprepared = self.unprepared or remote
+        if not self._has_sent and self._exchanges(self.stage_index + way):
+            self._send_meta(RemoteError(), self.stage_index + way)
+        return RemoteError()
 
     def _only_listen(self, *_: Any, **__: Any) -> None:
         """Receive the metadata of the next stage, and fail."""
-        if self._listens(self.stage_index + 1):
+        if self._exchanges(self.stage_index + 1):
             self._recv_meta(self.stage_index + 1)
         raise RemoteError
 
-    def _is_here(self, stage: int) -> bool:
-        return self.stage_index_to_group_rank.get(stage) == self.group_rank
-
-    def _listens(self, stage: int) -> bool:
-        """Whether there is such a stage, and it waits for a message."""
-        if not 0 <= stage < self.num_stages or self._is_here(stage):
-            return False
-        if HAS_META:
-            return self._inference_mode == utils.InferenceMode.DYNAMIC
-        return stage > self.stage_index and self.inputs_meta is None
+    def _exchanges(self, stage: int) -> bool:
+        """Whether it exchanges metadata with a stage on another rank."""
+        dynamic = self._inference_mode == utils.InferenceMode.DYNAMIC
+        return dynamic and 0 <= stage < self.num_stages and not self._is_same_rank(stage)
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
-        self._has_told = True
-        if HAS_META:
-            super()._send_meta(meta, dst_stage)
-        else:
-            there = self.stage_index_to_group_rank[dst_stage]
-            place = {"group": self.group, "group_dst": there, "device": self.device}
-            dist.send_object_list([meta], **place, use_batch=True)
+        self._has_sent = True
+        super()._send_meta(meta, dst_stage)
 
     def _recv_meta(self, src_stage: int) -> Any:
         meta = super()._recv_meta(src_stage)

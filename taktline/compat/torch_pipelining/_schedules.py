@@ -1,29 +1,24 @@
-"""The bases of torch's schedules, whose steps run on Taktline's runtime."""
+"""torch's schedules, whose steps run on Taktline's runtime; those with names are its plans."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import fields
+from functools import cache, cached_property
 from inspect import signature
 from typing import Any
 
 import torch
 
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._calls import (
-    HAS_LIMITS,
-    LIMITS,
-    Calls,
-    Order,
-    lowered,
-    placement_of,
-)
-from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, like, preparing
+from taktline.compat.torch_pipelining._calls import Calls, Order, lowered, placement_of
+from taktline.compat.torch_pipelining._metadata import HAS_META, StageMetadata, like, preparing
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
-from taktline.errors import BatchError, CallOrderError, ScheduleError
-from taktline.plan import Kind, Plan, validate
+from taktline.errors import BatchError, CallOrderError, StageUseError
+from taktline.plan import Plan, build, validate
+from taktline.runtime import get_schedule_class as find_native
 from taktline.runtime.runnable_plan import Limits
 
 _TAKES = len(signature(torchs.PipelineScheduleSingle._initialize_stage).parameters) - 1
@@ -152,7 +147,7 @@ class _PipelineSchedule(torchs._PipelineSchedule):
         for name in [name for name in vars(self) if name.endswith("ward_initialized")]:
             setattr(self, name, known and (self._has_backward or "forward" in name))
         for stage in () if known else self._local_stages:
-            if isinstance(stage, Telling):
+            if isinstance(stage, StageMetadata):
                 stage.forget_metadata()
 
     def _has_own_step(self) -> bool:
@@ -261,45 +256,19 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
 class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRuntime):
     """A schedule that runs what ``pipeline_order_with_comms`` says: computations and messages."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        limits = {name: kwargs[name] for name in LIMITS[:3] if name in kwargs}
-        self._limits = Limits(**limits)
-        if not HAS_LIMITS:
-            kwargs = {name: value for name, value in kwargs.items() if name not in LIMITS}
-        super().__init__(*args, **kwargs)
+    @property
+    def _limits(self) -> Limits:
+        """What a rank may hold at a time; torch takes such limits since 2.15."""
+        names = (field.name for field in fields(Limits))
+        given = {name: getattr(self, f"_{name}", None) for name in names}
+        return Limits(**{name: value for name, value in given.items() if value is not None})
 
     @like(torchs._PipelineScheduleRuntime._prepare_schedule_with_comms)
     def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
-        self._limits.ahead(self.pp_group_size)
         super()._prepare_schedule_with_comms(actions, format)
-        if not HAS_LIMITS and self._limits != Limits():
-            self._keep_limits(actions, format)
         if format == "compute_only":
             # Taktline places the messages itself, unless a user changes the order with messages.
             self._planned = self._rows(self.pipeline_order_with_comms), self._maker_for(actions)
-
-    def _keep_limits(self, actions: Order, format: str) -> None:
-        """Do what torch does since 2.15, or raise."""
-        if format == "compute_only" and not getattr(self, "_defer_pp_recv", False):
-            self.pipeline_order_with_comms = lowered(actions, self, self._n_microbatches)
-        most, rows = self._limits.max_outstanding_sends, self._rows(self.pipeline_order_with_comms)
-        if most is None:
-            return
-        plan = Plan.from_actions([[str(action) for action in row] for row in rows])
-        if validate(plan) or (not most and plan.has(Kind.SEND_F, Kind.SEND_B)):
-            raise ScheduleError(
-                f"Cannot satisfy max_outstanding_sends={most}: a send would wait for one whose "
-                "receive comes later; increase the limit or change the schedule"
-            )
-
-    def _simulate(self) -> Any:
-        """Simulate the order: the action of each rank at each time, if all take equally long."""
-        instant = (torchs.UNSHARD, torchs.RESHARD, torchs.REDUCE_GRAD)
-        order = {
-            rank: [a for a in row if a is not None and a.computation_type not in instant]
-            for rank, row in self._order_to_run().items()
-        }
-        return torchs._simulate_comms_compute(order, self._rank_of, self._num_stages)
 
     def _order_as_data(self) -> Order:
         order = getattr(self, "pipeline_order_with_comms", None)
@@ -314,16 +283,147 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRu
 
 def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:
     """A function that makes a plan of a user's order."""
-    waits = {getattr(torchs, kind) for kind in ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")}
-    sends = {torchs.SEND_F, torchs.RECV_F, torchs.SEND_B, torchs.RECV_B}
+    sends = {"SEND_F", "RECV_F", "SEND_B", "RECV_B"}
 
-    def without(kinds: set[Any]) -> Plan:
-        kept = [[str(a) for a in row if a and a.computation_type not in kinds] for row in rows]
+    def without(kinds: set[str]) -> Plan:
+        own = [[a for a in row if a and a.computation_type.value not in kinds] for row in rows]
+        kept = [[str(a) for a in r if "WAIT" not in a.computation_type.value] for r in own]
         return Plan.from_actions(kept, name=name)
 
     def make(ranks: int) -> Plan:
-        plan = without(waits)
+        plan = without(set())
         # Messages in an order that could deadlock are placed anew.
-        return without(waits | sends) if validate(plan) else plan
+        return without(sends) if validate(plan) else plan
 
     return make
+
+
+def order_of(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int
+) -> dict[int, list[Any]]:
+    """The computations of each rank in the plan of a name.
+
+    >>> order_of("gpipe", 2, 1, 1)
+    {0: [0F0, 0B0], 1: [1F0, 1B0]}
+    """
+    plan = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    return {rank: [torchs._Action.from_str(str(a)) for a in plan[rank]] for rank in range(ranks)}
+
+
+@cache
+def _named_maker(name: str, num_stages: int, microbatches: int) -> Any:
+    """A function that makes the plan of a name; the same function each time."""
+    return lambda ranks: find_native(name)._plan(num_stages, microbatches, ranks)
+
+
+class _Single(PipelineScheduleSingle):
+    """A named schedule with one stage per rank."""
+
+    _plan_name: str
+    """The plan of Taktline with the same order."""
+    _step_microbatches = PipelineScheduleMulti._step_microbatches
+
+    def _get_pipeline_order(self) -> Order | None:
+        order, count = self._order_as_data(), self._n_microbatches
+        return {rank: torchs._add_reduce_grad(row, count) for rank, row in order.items()}
+
+    def _order_as_data(self) -> dict[int, list[Any]]:
+        return order_of(self._plan_name, self._num_stages, self._n_microbatches, 1)
+
+    def _plan_maker(self) -> Any:
+        return _named_maker(self._plan_name, self._num_stages, self._n_microbatches)
+
+
+class ScheduleGPipe(_Single):
+    """All forwards, then all backwards."""
+
+    _plan_name = "gpipe"
+
+
+class _ScheduleForwardOnly(_Single):
+    """All forwards, and nothing else."""
+
+    _plan_name = "gpipe"
+
+    def _get_pipeline_order(self) -> None:
+        return None
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch forward."""
+        if any(kwargs.get(name) is not None for name in ("target", "target_mbs", "losses")):
+            raise StageUseError("Forward-only schedule does not support loss computation")
+        return super().step(*args, **kwargs)
+
+
+class Schedule1F1B(_Single):
+    """One forward, one backward in turn: at most as many micro-batches in flight as ranks."""
+
+    _plan_name = "1f1b"
+
+
+class _Multi(_PipelineScheduleRuntime):
+    """A named schedule with several stages per rank; torch makes its order."""
+
+    _plan_name: str
+    _own_order: Order | None = None
+    _is_idle: Any = False
+
+    def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
+        if self._own_order is None:  # at the end of torch's constructor
+            self._own_order = actions
+            self._place_stages(actions)
+        super()._prepare_schedule_with_comms(actions, format)
+
+    def _maker_for(self, order: Any) -> Any:
+        if order is self._own_order:
+            return _named_maker(self._plan_name, self._num_stages, self._n_microbatches)
+        return super()._maker_for(order)
+
+
+class _InRounds(_Multi):
+    """A schedule whose micro-batches go through each stage in rounds."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = signature(cls.__bases__[1])  # pyright: ignore
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(*args, **kwargs)
+        except ValueError:
+            rounds = getattr(self, "number_of_rounds", None)
+            if rounds is None or not self._n_microbatches % rounds:
+                raise
+            # The last round is not full: torch has no order for that, but there is a plan.
+            sizes = (self.pp_group_size, self._n_microbatches, self.n_local_stages)
+            self.pipeline_order = order_of(self._plan_name, *sizes)
+            self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+class ScheduleLoopedBFS(_Multi, torchs.ScheduleLoopedBFS):
+    """GPipe over several stages per rank: each stage runs all micro-batches before the next one."""
+
+    _plan_name = "looped_bfs"
+
+
+class ScheduleInterleaved1F1B(_InRounds, torchs.ScheduleInterleaved1F1B):
+    """1F1B over several stages per rank: a smaller bubble for more messages."""
+
+    _plan_name = "interleaved_1f1b"
+
+
+class ScheduleInterleavedZeroBubble(_InRounds, torchs.ScheduleInterleavedZeroBubble):
+    """Interleaved 1F1B whose weight gradients fill what would be the bubble."""
+
+    _plan_name = "interleaved_zero_bubble"
+
+
+class ScheduleZBVZeroBubble(_Multi, torchs.ScheduleZBVZeroBubble):
+    """Two stages per rank in the shape of a V; weight gradients fill the bubble."""
+
+    _plan_name = "zbv"
+
+
+class ScheduleDualPipeV(_Multi, torchs.ScheduleDualPipeV):
+    """Two stages per rank in the shape of a V; forwards run together with backwards."""
+
+    _plan_name = "dualpipev"

@@ -1,9 +1,9 @@
-"""torch's stages, with corrected backwards and gradient reduction."""
+"""torch's stages, with correct backwards and gradient reduction."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
 from typing import Any
@@ -11,44 +11,57 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining import stage as torchs
-from taktline.compat.torch_pipelining._earlier import Earlier
-from taktline.compat.torch_pipelining._later import (
-    KEEPS_STATES,
-    Later,
-    backward_from_edges,
+from taktline.compat.torch_pipelining._metadata import (
+    HAS_META,
+    StageMetadata,
+    is_whole,
+    like,
+    preparing,
 )
-from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_whole, like
-from taktline.compat.torch_pipelining._split_backward import Gradients
 from taktline.errors import MismatchError, StageUseError
 from taktline.stage import PipelineStage as OwnStage
 from taktline.stage.grad_sync import GradSync
+from taktline.stage.split_backward import Splitter
 
-_BUFFER = "buffer" in signature(torchs._RecvInfo.__init__).parameters
-"""Whether torch takes a buffer for each input in advance; since 2.15 a receive makes its own."""
-
-
-class _RecvInfo(torchs._RecvInfo):
-    """One input of one micro-batch; a buffer may be given in the place of its metadata."""
-
-    @like(torchs._RecvInfo.__init__)
-    def __init__(self, input_name: str, source: Any, *given: Any, **more: Any) -> None:
-        buffer = given[0] if given else more.get("buffer")
-        if HAS_META and len(given) < 2 and "tensor_meta" not in more:
-            if isinstance(buffer, torch.Tensor):
-                example = buffer.detach().requires_grad_()
-                more["tensor_meta"] = utils.extract_tensor_meta(example)
-            elif buffer is None:
-                more["tensor_meta"] = None
-        if not _BUFFER and ("tensor_meta" in more or len(given) > 1):
-            given = given[1:]
-            more.pop("buffer", None)
-        super().__init__(input_name, source, *given, **more)
+KEEPS_STATES = hasattr(torchs, "_ForwardChunkState")
+"""Whether stages drop outputs that were sent, as they do since torch 2.15."""
 
 
-class _PipelineStageBase(Later):
+class _ForwardCache(MutableMapping[int, tuple[tuple[Any, ...], list[Any]]]):
+    """Outputs and inputs of each micro-batch, as stages kept them before torch 2.15."""
+
+    def __init__(self, stage: Any) -> None:
+        self._stage, self._states = stage, stage._forward_chunk_states
+
+    def __getitem__(self, chunk: int) -> tuple[tuple[Any, ...], list[Any]]:
+        state = self._states[chunk]
+        return state.stage_output_for_backward(), state.input_values
+
+    def __setitem__(self, chunk: int, values: tuple[tuple[Any, ...], list[Any]]) -> None:
+        self._states[chunk] = self._stage._make_forward_chunk_state(*values)
+
+    def __delitem__(self, chunk: int) -> None:
+        del self._states[chunk]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+class _Edge(GradientEdge):
+    """The root of a backward in the place of an output that was sent and dropped."""
+
+    is_leaf = False
+    grad_fn = property(lambda self: self.node)
+
+
+class _PipelineStageBase(torchs._PipelineStageBase):
     """A stage that is run by calls: one for each micro-batch's forward, backward and messages.
 
     Gradients are averaged over replicas at the end of a step, by Taktline
@@ -59,11 +72,14 @@ class _PipelineStageBase(Later):
     get_mesh: Any = None
     gradients_due = False
     """Whether gradients of this step wait to be reduced and scaled."""
+    is_reducing = False
+    """Whether a reduction was started and not waited for."""
     _runtime_validate = False  # before torch 2.12 there is no such switch
     _native: OwnStage | None = None
     _begun: GradSync | None = None
-    _undetached = cached_property(lambda self: {})
-    """Outputs of the last stage between I and W, by micro-batch."""
+    _splitter = cached_property(lambda self: Splitter(f"stage {self.stage_index}"))
+    if KEEPS_STATES:
+        fwd_cache = cached_property(lambda self: _ForwardCache(self))
 
     @property
     def expects_dtensors(self) -> bool:
@@ -82,7 +98,6 @@ class _PipelineStageBase(Later):
             ways = {"group": self.group, "get_mesh": self.get_mesh}
             self._native = OwnStage(self.submod, *place, *self.examples, **ways)
         self._native.submod, self._native.dw_builder = self.submod, self.dw_builder
-        self._native.around_forward = self.in_context if self._forward_contexts else None
         return self._native
 
     @property
@@ -115,11 +130,10 @@ class _PipelineStageBase(Later):
     @like(torchs._PipelineStageBase.forward_one_chunk)
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """F; raises if the next rank expects other tensors than the module has given."""
-        with nullcontext() if KEEPS_STATES else self.in_context(fwd_chunk_id):
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        place, there = self.stage_index_to_group_rank, self.stage_index + 1
-        metas = self._stage_meta.outputs if HAS_META else getattr(self, "_outputs_meta", None)
-        if metas is None or place.get(there, self.group_rank) == self.group_rank:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        metas = self._stage_meta.outputs if HAS_META else None
+        there = self.stage_index_to_group_rank.get(self.stage_index + 1, self.group_rank)
+        if metas is None or there == self.group_rank:
             return output
         made, known = self.fwd_cache[fwd_chunk_id][0], [(x.dtype, [*x.shape]) for x in metas]
         local = [getattr(x, "_local_tensor", x) for x in made]
@@ -133,7 +147,7 @@ class _PipelineStageBase(Later):
 
     def backward_maybe_with_nosync(
         self, backward_type, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[Gradients, list[dict[str, Any]] | None]:
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
         """Run a backward ("full", "input" or "weight"); a wrapper does not communicate.
 
         ``last_backward`` changes nothing: replicas are averaged when all of a stage is done.
@@ -141,20 +155,40 @@ class _PipelineStageBase(Later):
         sync = self.grad_sync
         self.gradients_due = True
         if backward_type == "weight":
-            groups = bwd_kwargs["param_groups"]
-            found = torchs.stage_backward_weight(self.submod.parameters(), groups)
+            for group in bwd_kwargs["param_groups"]:
+                group["run"]()
             if sync is not None:
                 sync.weights_done()
-            return found, None
+            return tuple(p.grad for p in self.submod.parameters()), None
         keys = ("stage_output", "output_grads", "input_values")
         outputs, gradients, inputs = (bwd_kwargs.get(key) for key in keys)
         if backward_type == "full":
-            return backward_from_edges(torchs.stage_backward, outputs, gradients, inputs), None
+            return torchs.stage_backward(outputs, gradients, inputs), None
         if backward_type == "input":
-            return torchs.stage_backward_input(
-                outputs or (), gradients, inputs or (), self.submod.parameters()
-            )
+            return self._backward_input(outputs or (), gradients, inputs or ())
         raise StageUseError(f"Unknown backward type: {backward_type}")
+
+    def _backward_input(
+        self, outputs: Sequence[Any], output_grads: Sequence[Any] | None, values: Sequence[Any]
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
+        """I, in the way of Taktline's own stages."""
+        roots: list[Any] = []
+        gradients: list[torch.Tensor] = []
+        for output, gradient in zip(outputs, output_grads or [None] * len(outputs), strict=True):
+            root: Any = _Edge(*output) if isinstance(output, GradientEdge) else output
+            if isinstance(output, GradientEdge) or getattr(output, "requires_grad", False):
+                roots.append(root)
+                gradients.append(torch.ones_like(root) if gradient is None else gradient)
+        inputs = [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
+        sync, pending = self._begun, None
+        if roots:
+            parameters = (
+                [*self.submod.parameters()] if sync is None else sync.trainable(self.submod)
+            )
+            weights = [p for p in parameters if p.requires_grad]
+            pending = self._splitter.run_input(roots, gradients, inputs, weights)
+        found = tuple(x.grad if isinstance(x, torch.Tensor) and x.is_leaf else None for x in values)
+        return found, [] if pending is None else [{"run": pending.run}]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward=False
@@ -163,23 +197,13 @@ class _PipelineStageBase(Later):
         if self.has_backward and bwd_chunk_id in self.fwd_cache:
             outputs, inputs = self.fwd_cache[bwd_chunk_id]
             if self.is_last:
-                # Torch detaches each of them; some may be no tensors, and W may need some.
-                outputs = tuple(x for x in outputs if isinstance(x, torch.Tensor))
-                if not full_backward and not self.is_first:
-                    self._undetached[bwd_chunk_id], outputs = outputs, ()
-                self.fwd_cache[bwd_chunk_id] = outputs, inputs
+                # Torch detaches each of them; some may be no tensors.
+                tensors = tuple(x for x in outputs if isinstance(x, torch.Tensor))
+                self.fwd_cache[bwd_chunk_id] = tensors, inputs
             if (meta := getattr(self, "_stage_meta", None)) is not None and meta.inputs is None:
                 # A user's own stage may have no metadata.
                 meta.inputs = utils.extract_tensor_metas(tuple(inputs), allow_none=True)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)  # pyright: ignore
-
-    @like(torchs._PipelineStageBase.backward_weight_one_chunk)
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """W, after which nothing needs the graph of the outputs."""
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        for output in self._undetached.pop(bwd_chunk_id, ()):
-            if not output._is_view():
-                output.detach_()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients of the parameters."""
@@ -193,6 +217,33 @@ class _PipelineStageBase(Later):
             sync.reduce()
             self.end_sync()
         self.scale_grads(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        """Start to average the gradients of a sharded stage over replicas."""
+        sync = self._sharded()
+        if self.is_reducing:
+            raise StageUseError(f"{self.log_prefix} A gradient reduction is already pending")
+        self.is_reducing = True
+        sync.reduce()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Wait for that, and divide the gradients."""
+        sync = self._sharded()
+        if not self.is_reducing:
+            raise StageUseError(f"{self.log_prefix} No gradient reduction is pending")
+        self.is_reducing = False
+        sync.wait()
+        self.end_sync()
+        self.scale_grads(grad_scale_factor)
+
+    def _sharded(self) -> GradSync:
+        sync = self.grad_sync
+        if sync is None or not sync.shards:
+            raise StageUseError(
+                f"{self.log_prefix} Asynchronous gradient reduction requires FSDP; call "
+                "perform_reduce_grad"
+            )
+        return sync
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """First messages to the neighbours on other ranks; gloo has none to the same rank."""
@@ -210,9 +261,9 @@ class _PipelineStageBase(Later):
         if self.is_reducing:
             self.wait_for_gradient_reduction(1)
         super().clear_runtime_states()
-        for cache in (self.bwd_cache, self.backward_state, self.dw_runner, self._undetached):
+        for cache in (self.bwd_cache, self.backward_state, self.dw_runner):
             cache.clear()
-        if not _BUFFER:
+        if KEEPS_STATES:
             # A step that has failed leaves some; its messages have ended.
             for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
                 for info in infos:
@@ -220,10 +271,7 @@ class _PipelineStageBase(Later):
         self.gradients_due = False
 
 
-_TAKES = signature(torchs.PipelineStage.__init__)
-
-
-class PipelineStage(_PipelineStageBase, Telling, Earlier):
+class PipelineStage(_PipelineStageBase, StageMetadata):
     """One stage of a model, cut by hand; its arguments are those of the installed torch.
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -235,16 +283,54 @@ class PipelineStage(_PipelineStageBase, Telling, Earlier):
 
     @like(torchs.PipelineStage.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        later = "pass_pipeline_metadata"
-        if later not in _TAKES.parameters and kwargs.pop(later, False):
-            raise StageUseError(
-                f"{later}=True needs a version of torch whose stages take it; leave it out, or "
-                "install a later torch"
-            )
         super().__init__(*args, **kwargs)
-        given = _TAKES.bind(self, *args, **kwargs).arguments
+        given = signature(torchs.PipelineStage.__init__).bind(self, *args, **kwargs).arguments
         self.examples = given.get("input_args"), given.get("output_args")
         self.get_mesh = given.get("get_mesh")
+
+    # What follows are names of earlier versions of torch, which some programs still call.
+
+    def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
+        """Run the module once, to find the metadata of its outputs."""
+        with preparing([self]):
+            if not HAS_META:
+                return super()._shape_inference(args, kwargs)  # pyright: ignore
+            self._forward_metadata_inference(args, kwargs)
+        return self.get_outputs_meta()
+
+    if HAS_META:
+
+        def get_outputs_meta(self) -> tuple[Any, ...]:
+            """Shapes and types of the outputs."""
+            if self._stage_meta.outputs is None:
+                raise utils.PipeliningMetadataError(
+                    f"Stage {self.stage_index}: outputs metadata required for recv info."
+                )
+            return self._stage_meta.outputs
+
+        def _configure_outputs_meta(self, outputs_meta: tuple[torch.Tensor, ...]) -> None:
+            """Set the metadata of the outputs."""
+            self._stage_meta.outputs = utils.extract_tensor_metas(outputs_meta)
+
+        def _validate_fwd_input(self, args: tuple[Any, ...], kwargs: Any) -> None:
+            """Raise unless a micro-batch's arguments are like those of the first one."""
+            desc = f"Stage {self.stage_index} forward inputs"
+            self._validate_stage_tensors(desc, self._stage_meta.inputs, tuple(args))
+
+        def _validate_fwd_outputs(self, outputs: tuple[Any, ...]) -> None:
+            """Raise unless a micro-batch's outputs are like those of the first one."""
+            desc = f"Stage {self.stage_index} forward outputs"
+            self._validate_stage_tensors(desc, self._stage_meta.outputs, outputs)
+
+    def _create_act_recv_info(self) -> tuple[Any, ...]:
+        """The source of each input."""
+        self._setup_forward_recv_info(1, False)
+        return self.args_recv_info[0]
+
+    def _create_act_send_info(self) -> dict[int, list[int | None]]:
+        """The stages that each output goes to."""
+        self._setup_forward_send_info()
+        return self.act_send_info
 
 
 _TRACED = torchs._PipelineStage

@@ -8,8 +8,10 @@ kind of program, with the same agreement before the step and the same outcome on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from inspect import isfunction
+from operator import attrgetter
 from typing import Any
 from weakref import proxy
 
@@ -20,7 +22,6 @@ from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._calls import CallProgram, Calls
 from taktline.compat.torch_pipelining._errors import as_in_torch
 from taktline.compat.torch_pipelining._metadata import RemoteError, is_whole, set_metadata
-from taktline.compat.torch_pipelining._overrides import is_overridden
 from taktline.compat.torch_pipelining._stages import _PipelineStageBase, reduced
 from taktline.errors import (
     BatchError,
@@ -33,11 +34,12 @@ from taktline.errors import (
     text_of,
 )
 from taktline.pytree import tree_map_only
-from taktline.runtime.bind import Bound
 from taktline.runtime.losses import warn_if_uneven
+from taktline.runtime.microbatch import Batch, Cutter
+from taktline.runtime.program import Bound
 from taktline.runtime.runner import Runner
 from taktline.runtime.schedule import Schedule
-from taktline.runtime.step_data import Batch, Cutter, Feed, Signatures
+from taktline.runtime.stage_actions import Feed, Signatures
 from taktline.transport import transport_of
 from taktline.transport.exchange import exchange_or_raise
 
@@ -158,8 +160,9 @@ def _agreed(schedule: Any) -> int:
         mine = _AS_TORCH
     elif (
         getattr(schedule, "_comp_type_to_function_map", None)
-        or any(is_overridden(value) for value in (schedule, *stages))
+        or any(_is_overridden(value) for value in (schedule, *stages))
         or any(stage.expects_dtensors for stage in stages)
+        or any(getattr(stage, "_forward_contexts", None) for stage in stages)
     ):
         mine = _BY_CALLS
     if schedule._way is None:
@@ -191,6 +194,28 @@ class _Runner(Runner):
     """torch's stages."""
     calls: Calls | None = None
     """The calls of the running step, if it runs by calls."""
+    compared = ()  # in torch, ranks may get arguments that they do not use
+    refusal: BatchError | None = None
+    """Why the batch of the running step cannot be cut."""
+    schedule: Any = None
+    """torch's schedule."""
+
+    def cutter_for(self, batch: Batch) -> Cutter:
+        """How a batch is cut; raises if it cannot be."""
+        if self.refusal is not None:
+            raise self.refusal
+        return self.cutter
+
+    def merged(self, feed: Feed) -> Any:
+        """The outputs of the micro-batches as one, if they are wanted."""
+        if self.calls is not None:
+            self.calls.finish()
+        if feed.outputs is None:
+            return None
+        last = next(stage for stage in self.theirs if stage.is_last)
+        if self.calls is None:
+            last.output_chunks[:] = [feed.outputs[m] for m in sorted(feed.outputs)]
+        return self.schedule._merge_outputs(last.output_chunks)
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
         if self.calls is None:
@@ -198,13 +223,13 @@ class _Runner(Runner):
         # For each step, as any method may have been overridden.
         binding = self._binding(trains)
         program = CallProgram(self.calls, binding.plan.placement.rank_of)
-        return Bound(program, {}, None, binding, known)
+        return Bound(program, {}, {}, binding, known)
 
-    def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
+    def _remember(self, kind: tuple[int, ...], known: Signatures | Bound) -> None:
         """Remember a program, unless it is made of calls; once signatures are known, set them."""
         if self.calls is not None:
             return
-        super()._remember(agreed, known)
+        super()._remember(kind, known)
         if isinstance(known, Bound):
             return
         feed = self._feed
@@ -219,30 +244,27 @@ class _Runner(Runner):
 class Native(Schedule):
     """The schedule of Taktline that runs one of these."""
 
-    _compared = ()  # in torch, ranks may get arguments that they do not use
     _runner_type = _Runner
     _runner: _Runner
 
     def __init__(self, theirs: Any, on_ours: bool, settings: dict[str, Any]) -> None:
         self.made_with = (on_ours, settings)
-        self._theirs: Any = proxy(theirs)
-        self._refusal: BatchError | None = None
-        """Why the batch of the running step cannot be cut."""
         nothing = ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec", "seed")
         stages = [stage.native for stage in theirs._running_stages]
         idle = theirs._local_stages[0].native
         super().__init__(stages, **settings, **dict.fromkeys(nothing), idle=idle)
         self._runner.theirs = theirs._running_stages
+        self._runner.schedule = proxy(theirs)
 
     def run(self, theirs: Any, call: StepCall) -> Any:
         """Run one step."""
         try:
-            cut, self._refusal = call.microbatches(theirs), None
+            cut, self._runner.refusal = call.microbatches(theirs), None
         except Exception as error:
-            cut, self._refusal = (None, None, None), _refusal(error)
+            cut, self._runner.refusal = (None, None, None), _refusal(error)
         for stage in theirs._local_stages:
             _ = stage.native  # updates it to the stage's current module
-        losses = call.losses if self._refusal is None else None
+        losses = call.losses if self._runner.refusal is None else None
         step: Any = self.step if theirs._has_backward else self.eval
         try:
             if not theirs._on_ours:
@@ -269,7 +291,7 @@ class Native(Schedule):
         transport, sizes = self._runner.transport, calls.sizes()
         changed, theirs._sizes = theirs._sizes not in (None, sizes), sizes
         try:
-            votes = exchange_or_raise(transport, self._refusal, "a step by calls", [changed])
+            votes = exchange_or_raise(transport, self._runner.refusal, "a step by calls", [changed])
             if any(vote for (vote,) in votes):
                 theirs._note_shapes(known=False)  # batches of another size on some rank
             exchange_or_raise(transport, self._failure(calls), "the metadata of stages")
@@ -290,22 +312,6 @@ class Native(Schedule):
             error.__cause__ = raised
             return error
         return None
-
-    def _cutter_for(self, batch: Batch) -> Cutter:
-        if self._refusal is not None:
-            raise self._refusal
-        return self._cutter
-
-    def _merged(self, feed: Feed) -> Any:
-        calls = self._runner.calls
-        if calls is not None:
-            calls.finish()
-        if feed.outputs is None:
-            return None
-        last = next(stage for stage in self._runner.theirs if stage.is_last)
-        if calls is None:
-            last.output_chunks[:] = [feed.outputs[m] for m in sorted(feed.outputs)]
-        return self._theirs._merge_outputs(last.output_chunks)
 
 
 def _settings(schedule: Any, make_plan: Any) -> dict[str, Any]:
@@ -328,3 +334,25 @@ def _refusal(error: Exception) -> BatchError:
     refusal = kind(f"{type(error).__name__}: {text_of(error)}")
     refusal.__cause__ = error
     return refusal
+
+
+_METHODS: dict[type, tuple[Set[str], Callable[[type], tuple[Any, ...]], tuple[Any, ...]]] = {}
+"""For each class the names of its methods, what reads these, and how it defined them."""
+
+
+def remember(*classes: type) -> None:
+    """Remember the methods of classes whose instances can run on Taktline's own stages."""
+    for cls in classes:
+        names = [name for name in dir(cls) if not name.startswith("__")]
+        methods = {name: m for name in names if isfunction(m := getattr(cls, name))}
+        _METHODS[cls] = methods.keys(), attrgetter(*methods), (*methods.values(),)
+
+
+def _is_overridden(value: object) -> bool:
+    """Whether an object overrides a method that its class was defined with."""
+    cls = type(value)
+    base = next((base for base in cls.__mro__ if base in _METHODS), None)
+    if base is None:
+        return True
+    names, read, defined = _METHODS[base]
+    return read(cls) != defined or not names.isdisjoint(vars(value))

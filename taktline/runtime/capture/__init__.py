@@ -8,14 +8,13 @@
     step 5 …    replayed
 
 A graph works on fixed memory: the batch is copied into buffers, gradients are added up in buffers,
-losses and outputs are copied out, and tensors that modules keep in attributes in and out. A replay
-runs no Python, so all state that Python would read is compared before: after a change, the program
-is captured again. A program that cannot be captured runs eagerly, and a warning says why.
+losses and outputs are copied out. A replay runs no Python, so all state that Python would read is
+compared before: after a change, the program is captured again. A step is captured whole, or runs
+eagerly, and a warning says why: also if its forward keeps state in attributes of modules.
 """
 
 from __future__ import annotations
 
-from taktline.runtime.capture.captures import Captures
-from taktline.runtime.capture.cuda import CudaGraphs, Graphs
+from taktline.runtime.capture.captures import Captures, Graph, Graphs
 
-__all__ = ["Captures", "CudaGraphs", "Graphs"]
+__all__ = ["Captures", "Graph", "Graphs"]

@@ -8,7 +8,7 @@ from functools import cache
 from random import Random
 
 from taktline.errors import TransportError
-from taktline.transport.listener import Listener
+from taktline.transport.sockets import CONTROL, Listener
 from tests.fuzz.mutate import spoil_bytes
 
 TOKEN = b"T" * 32
@@ -17,7 +17,7 @@ TOKEN = b"T" * 32
 
 def bytes_of(token: str, number: int) -> bytes:
     """A greeting."""
-    return token.encode() + number.to_bytes(4, "little")
+    return token.encode() + CONTROL + number.to_bytes(4, "little")
 
 
 def draw(random: Random) -> tuple[bool, bytes]:
@@ -29,7 +29,7 @@ def draw(random: Random) -> tuple[bool, bytes]:
         case 1:
             words = words[: random.randrange(len(words))]
         case 2:
-            words = random.randbytes(random.choice([1, 31, 32, 35, 36, 37, 400]))
+            words = random.randbytes(random.choice([1, 31, 32, 51, 52, 53, 400]))
         case _:
             words += random.randbytes(random.randrange(5))
     return random.random() < 0.5, words
@@ -43,7 +43,7 @@ def try_(input: tuple[bool, bytes]) -> None:
     words = words.replace(TOKEN, token.encode())
     allowed = words.startswith(token.encode()) and len(words) >= len(bytes_of(token, 0))
     greeted = _greeted(listener, words, "" if tcp else name)
-    number = int.from_bytes(words[len(TOKEN) :][:4], "little")
+    number = int.from_bytes(words[len(TOKEN) + len(CONTROL) :][:4], "little")
     assert greeted == ([number] if allowed else [])
     if not allowed:
         raise TransportError("refused")
@@ -59,10 +59,10 @@ def _greeted(listener: Listener, words: bytes, name: str) -> list[int]:
             caller.shutdown(socket.SHUT_WR)
         while True:
             found = listener.accept(0.01)
-            for _, connection in found:
-                connection.close()
+            for greeted in found:
+                greeted.socket.close()
             if found or _is_refused(caller):
-                return [number for number, _ in found]
+                return [greeted.number for greeted in found]
 
 
 def _is_refused(caller: socket.socket) -> bool:
@@ -76,4 +76,4 @@ def _is_refused(caller: socket.socket) -> bool:
 
 @cache
 def _listener() -> Listener:
-    return Listener("127.0.0.1", named=True)
+    return Listener("127.0.0.1")

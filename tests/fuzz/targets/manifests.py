@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import taktline as tl
-from taktline.checkpoint.manifest import MANIFEST, sealed
+from taktline.checkpoint.files import MANIFEST, sealed
 from taktline.errors import TaktlineError
 from tests.fuzz.mutate import a_value
 

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 import taktline as tl
 from taktline.checks import read
 from taktline.meta import Signature, flatten
-from taktline.runtime.introduction import INTRODUCTION, introduced, misfit
-from taktline.transport import control_messages as control
+from taktline.runtime.agreement import INTRODUCTION, misfit
 from taktline.transport import exchange
-from taktline.transport.describe import decode, encode
+from taktline.transport import links as control
+from taktline.transport.codec import decode, encode
 from taktline.transport.verdict import Cause, Verdict
 from tests.fuzz.mutate import spoil_bytes, spoil_json, spoil_text
 
@@ -35,27 +35,23 @@ VALUES: list[Any] = [
     [torch.zeros(3, 2).max(0), {1: 2, None: 3, 1.5: 4, (1, "a"): 5}],
 ]
 SAID: dict[str, Any] = {
-    "schedule": "1F1B",
-    "microbatches": 4,
-    "num_stages": 2,
+    **dict.fromkeys(("options", "model"), 0),
     "stages": [0],
-    "rank_of": [0, 1],
-    "plan": "0123456789abcdef",
-    **dict.fromkeys(("trains", "dynamic_shapes", "run_ahead", "shards", "reduces"), False),
-    "in_company": False,
-    "takes": [(0, "[[7], null]")],
-    "gives": [],
-    "ties": [],
-    "model": 0,
+    **dict.fromkeys(("shards", "reduces", "in_company"), False),
+    "ties": [{"tie": {"uses": [(0, "a"), (1, "b")]}, "stage": 0, "kind": "x", "identity": "y"}],
     "number": 1,
 }
 
 VERDICT = Verdict(Cause.RAISED, 3, "no", "in 1F0")
 CONTROL: list[tuple[str, Any]] = [
-    ("hello", (("::1", 1, "token", ""), [("here", "1f"), ("gone", (3, "is lost"))])),
+    ("hello", ("::1", 1, "token", "")),
     ("beat", control.State(1, 2, 0.5, "größer", True)),
-    ("news", [("ask", 7), ("verdict", (2, VERDICT))]),
-    ("routed", control.Routed(0, 9, [1, 2], "here", "a value", VERDICT)),
+    ("ask", 7),
+    ("gone", (3, "is lost")),
+    ("verdict", (2, VERDICT)),
+    ("state", control.State(1, 2, 0.5, "waits", True)),
+    ("at", control.At(0, 9, "here", 9, ("::1", 1, "token", ""), 0)),
+    ("at", control.At(0, 9, "here", 8, None, -3)),
 ]
 
 
@@ -92,7 +88,7 @@ def try_(input: tuple[str, bytes]) -> None:
             pytree.tree_unflatten([None] * len(signature.leaves), signature.spec)
     elif kind == "introduction":
         said = read(text.decode("utf-8", "replace"), INTRODUCTION, what="an introduction")
-        misfit([introduced(said), introduced(SAID)])
+        misfit([said, SAID], [0, 1])
     elif kind == "control":
         control.encode(*control.decode(text))
     else:

@@ -1,4 +1,4 @@
-"""The pipeline trains the user's own model, and changes nothing else of it."""
+"""The pipeline is like the user's model, trains it in place, and changes nothing else of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import taktline as tl
+from taktline.errors import UseError
 from tests.train.models import LM, TARGET, TOKENS, batches, loss_fn, pipeline, plain
+from tests.workers import Workers
 
 WAYS: dict[str, Any] = {
     "by name": {},
@@ -106,3 +110,101 @@ def test_a_second_pipeline_goes_on_with_the_same_model() -> None:
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(dict(model.state_dict()), expected.state)
+
+
+def tied(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    model = LM()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)  # made before the pipeline
+    with pipeline(model, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))) as pipe:
+        for tokens, target in batches():
+            pipe.step(tokens, target=target)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: p.detach() for name, p in pipe.named_parameters()}
+
+
+@pytest.mark.processes
+def test_copies_of_a_tied_weight_stay_the_same(workers: Workers) -> None:
+    names = ("embed.weight", "head.weight")
+    copies = [part[name] for part in workers.run(tied) for name in names if name in part]
+    assert len(copies) == 2
+    assert torch.equal(*copies)
+
+
+def test_an_optimizer_of_parameters_without_data_trains_them() -> None:
+    with torch.device("meta"):
+        model = LM()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = LM().state_dict()
+    pipe = pipeline(model, state_dict=state)
+    pipe.step(TOKENS, target=TARGET)
+    optimizer.step()
+    assert not any(torch.equal(p, state[name]) for name, p in pipe.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "example", [{"tokens": TOKENS[:2]}, TOKENS[:2], (TOKENS[:2],), ((TOKENS[:2],), {"shift": None})]
+)
+def test_examples_of_all_kinds(example: Any) -> None:
+    pipe = pipeline(example=example, cuts=None)
+    assert "predicted bubble" in str(pipe)
+    assert torch.equal(pipe.eval(tokens=TOKENS), pipe.eval(TOKENS))
+
+
+def test_calling_it() -> None:
+    model = LM()
+    pipe = pipeline(model)
+    with pytest.raises(UseError, match=r"call step\(x, target=y\), which runs forward and backw"):
+        pipe(TOKENS)
+    with torch.no_grad():
+        assert torch.equal(pipe(TOKENS), pipe.eval(TOKENS))
+    assert pipe.eval() is pipe
+    assert not any(module.training for module in pipe.modules())
+    torch.testing.assert_close(pipe(TOKENS), model.eval()(TOKENS).detach())
+    assert pipe.train() is pipe
+    assert all(module.training for module in pipe.modules())
+
+
+def test_zero_grad() -> None:
+    pipe = pipeline()
+    pipe.step(TOKENS, target=TARGET)
+    assert all(p.grad is not None for p in pipe.parameters())
+    pipe.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in pipe.parameters())
+    pipe.zero_grad()
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_modules_have_the_names_of_the_model() -> None:
+    model = LM()
+    assert set(dict(pipeline(model).named_modules())) == set(dict(model.named_modules()))
+    pipe = pipeline([nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))])
+    assert [name for name, _ in pipe.named_modules()] == ["0", "0.0", "1", "1.0"]
+    assert len(list(pipe.modules())) == 4
+
+
+def test_where_it_is() -> None:
+    pipe = pipeline()
+    assert pipe.to("cpu") is pipe
+    assert pipe.to(torch.device("cpu")) is pipe
+    with pytest.raises(UseError, match=r'make it with Pipeline\(…, device="cuda:1"\)'):
+        pipe.to("cuda:1")
+    with pytest.raises(UseError, match="convert the model before"):
+        pipe.to(torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("forward", r"call step\(…\) to train"),
+        ("half", "convert the model before"),
+        ("cuda", r'Pipeline\(…, device="cuda"\)'),
+        ("compile", "compile=True"),
+        ("nonsense", "has no 'nonsense'$"),
+    ],
+)
+def test_what_a_pipeline_does_not_have(name: str, advice: str) -> None:
+    pipe = pipeline()
+    assert not hasattr(pipe, name)
+    with pytest.raises(AttributeError, match=advice):
+        getattr(pipe, name)

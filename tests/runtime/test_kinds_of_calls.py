@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import taktline as tl
 from taktline.meta import Signature
 from taktline.runtime.fingerprint import digest_of
-from taktline.runtime.step_data import Batch
+from taktline.runtime.microbatch import Batch
 
 CPU = torch.device("cpu")
 # Python's hash is the same for many of these, and == for some.

@@ -1,0 +1,443 @@
+"""The files of a save: a manifest of its contents, and tensors in the safetensors format.
+
+::
+
+    {"crc32": "…", "content": {
+        "format": "taktline checkpoint", "version": 1, "written_by": {"taktline": …, "torch": …},
+        "step": 300,
+        "files": {"rank-00000.safetensors": {"bytes": 104, "crc32": "…, one for each 64 KiB"}},
+        "tensors": {"model/0.weight": {"dtype": "float32", "shape": [2, 3],
+                                       "pieces": [{"file": …, "start": [0, 0], "size": [2, 3]}]}},
+        "aliases": {…}, "optimizers": […], "values": {…}}}
+
+Each process writes its part in the same form, without the first two lines of the content. A file
+of tensors is a header in JSON, then the bytes of each tensor. It is read through a memory map, so
+that a process never holds more of it than it uses.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from io import BufferedReader
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from taktline.checkpoint.model_state import joined
+from taktline.checks import conform, read, shown
+from taktline.errors import CheckpointError
+from taktline.meta import DTYPES
+from taktline.sharding import is_sharded, local
+from taktline.transport.codec import NotPlainError, pack, unpack
+
+MANIFEST = "manifest.json"
+_FORMAT = "taktline checkpoint"
+_VERSION = 1
+"""Of the format; newer ones are refused."""
+MOST_STEPS = 2**53
+"""The largest step that all programs can read from JSON."""
+_PIECE = {"file": str, "start": [int], "size": [int]}
+_GROUP = {"names": [str], "options": {str: object}}
+_PART = {
+    "files": {str: {"bytes": int, "crc32": str}},
+    "tensors": {str: {"dtype": str, "shape": [int], "pieces": [_PIECE]}},
+    "aliases": {str: str},
+    "optimizers": [{"class": str, "groups": [_GROUP], "state": {str: {str: object}}}],
+    "values": {str: object},
+}
+_CONTENT = {"format": str, "version": int, "written_by": {str: str}, "step": int, **_PART}
+
+_HEADER = {"dtype": str, "shape": [int], "data_offsets": (int, int)}
+"""The entry of a tensor in the header of its file."""
+_LONGEST_HEADER = 100_000_000
+"""The limit of the safetensors format."""
+_BLOCK = 1 << 16
+"""The bytes of one checksum: reading a part of a file checks only that part."""
+_LARGE = 1 << 20
+"""The bytes of a tensor that the disk writes while the next is copied."""
+_KINDS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _KINDS.items()}
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a regular file to read it; a pipe or a device may block for ever."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
+    return open(path, "rb")
+
+
+def require_writable(tensor: torch.Tensor, name: str) -> None:
+    """Raise unless the format can hold such a tensor.
+
+    >>> require_writable(torch.ones(2).to_sparse(), "mask")
+    Traceback (most recent call last):
+    taktline.errors.CheckpointError: mask is a tensor of torch.sparse_coo, which cannot be saved
+    """
+    strided = tensor.layout is torch.strided
+    if not strided or tensor.dtype not in _NAMES or tensor.is_meta:
+        kind = "no values" if tensor.is_meta else tensor.dtype if strided else tensor.layout
+        raise CheckpointError(f"{name} is a tensor of {kind}, which cannot be saved")
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write a file of tensors, and flush it to disk; returns its size and its checksums.
+
+    >>> from tempfile import mkdtemp
+    >>> path = Path(mkdtemp(), "some.safetensors")
+    >>> write(path, {"weight": torch.ones(2, 3)})
+    {'bytes': 104, 'crc32': '0ee85a4c'}
+    >>> TensorFile(path).view("weight").sum()
+    tensor(6.)
+    """
+    # The largest elements first, so that all of them are aligned.
+    ordered = dict(sorted(tensors.items(), key=lambda each: -each[1].element_size()))
+    header, end = {}, 0
+    for name, tensor in ordered.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        kind, shape = _NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    checksums: defaultdict[int, int] = defaultdict(int)
+    with open(path, "wb", buffering=0) as file:
+
+        def add(data: memoryview) -> None:
+            start, count = file.tell(), len(data)
+            for block in range(start // _BLOCK, -(-(start + count) // _BLOCK)):
+                part = data[max(0, block * _BLOCK - start) : (block + 1) * _BLOCK - start]
+                checksums[block] = zlib.crc32(part, checksums[block])
+            while data:
+                data = data[file.write(data) :]
+            if count >= _LARGE and hasattr(os, "posix_fadvise"):
+                # Let the disk begin now, and not only when all is written.
+                os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
+
+        add(memoryview(len(text).to_bytes(8, "little") + text))
+        for tensor in ordered.values():
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            add(plain.reshape(-1).view(torch.uint8).numpy().data)
+        os.fsync(file.fileno())
+        found = "".join(f"{each:08x}" for each in checksums.values())
+        return {"bytes": file.tell(), "crc32": found}
+
+
+class Region(NamedTuple):
+    """A part of a tensor: the first index and how many, along each dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def meets(self, other: Region) -> Region | None:
+        """The region that two regions have in common.
+
+        >>> Region((0, 0), (4, 4)).meets(Region((2, 0), (4, 2)))
+        Region(start=(2, 0), size=(2, 2))
+        """
+        start = tuple(map(max, self.start, other.start))
+        mine, theirs = (map(sum, zip(*region, strict=True)) for region in (self, other))
+        size = tuple(min(ends) - first for first, *ends in zip(start, mine, theirs, strict=True))
+        return Region(start, size) if min(size, default=1) > 0 else None
+
+    def inside(self, other: Region) -> tuple[slice, ...]:
+        """The slices of this region in a tensor that covers another one.
+
+        >>> Region((2, 0), (2, 2)).inside(Region((2, 0), (4, 2)))
+        (slice(0, 2, None), slice(0, 2, None))
+        """
+        starts = [mine - base for mine, base in zip(self.start, other.start, strict=True)]
+        return tuple(slice(at, at + count) for at, count in zip(starts, self.size, strict=True))
+
+
+def shard_of(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:
+    """The shard of a tensor in this process, and its region; of a plain tensor, all of it."""
+    tensor = tensor.detach()
+    if not is_sharded(tensor):
+        return tensor, Region((0,) * tensor.dim(), tuple(tensor.shape))
+    try:
+        chunks = tensor.__create_chunk_list__()
+    except RuntimeError as error:  # a part of a sum
+        raise CheckpointError(f"{name} cannot be saved or loaded in its layout: {error}") from error
+    if len(chunks) != 1:
+        raise CheckpointError(f"{name} has {len(chunks)} parts on this rank; only one can be saved")
+    return local(tensor), Region(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+
+
+class _Stored(NamedTuple):
+    """The place of a tensor in a file: its first byte, and the one after its last."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class TensorFile:
+    """A file of tensors, of which only the parts that are used are read."""
+
+    def __init__(self, path: Path, checksums: str = "") -> None:
+        self.path, self._checksums = path, checksums
+        self._checked: set[int] = set()
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise CheckpointError(f"{path} is not a safetensors file, or is truncated")
+            header = read(file.read(length).rstrip(), {str: object}, what=f"the header of {path}")
+            # Copy on write: torch takes only memory that can be written.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        header.pop("__metadata__", None)
+        entries = conform(header, {str: _HEADER}, what=f"the header of {path}")
+        self.tensors: dict[str, _Stored] = {}
+        for name, entry in entries.items():
+            dtype, shape = _KINDS.get(entry["dtype"]), tuple(entry["shape"])
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            if dtype is None:
+                kind = entry["dtype"][:40]
+                raise CheckpointError(f"{path}: {name} is of the unknown type {kind!r}")
+            if min(shape, default=0) < 0 or not 8 + length <= begin <= end <= size:
+                raise CheckpointError(f"{path}: {name} is not within the file; it is damaged")
+            if end - begin != prod(shape) * dtype.itemsize:
+                raise CheckpointError(
+                    f"{path} is damaged: the size of {name} does not fit its shape"
+                )
+            self.tensors[name] = _Stored(dtype, shape, begin, end)
+
+    def view(self, name: str) -> torch.Tensor:
+        """A tensor in the memory of the map; its bytes are read when they are used."""
+        stored = self.tensors[name]
+        count = prod(stored.shape)
+        if not count:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        data, start = self._map, stored.begin
+        if start % stored.dtype.itemsize:  # files of other writers may be unaligned
+            data, start = bytearray(self._map[stored.begin : stored.end]), 0
+        flat = torch.frombuffer(data, dtype=stored.dtype, count=count, offset=start)
+        return flat.reshape(stored.shape)
+
+    def check(self, name: str, part: tuple[slice, ...]) -> None:
+        """Raise unless the bytes from the first to the last element of a part are as written."""
+        dtype, shape, start, _ = self.tensors[name]
+        first = last = 0  # the numbers of these elements
+        for each, size in zip(part, shape, strict=True):
+            first, last = first * size + each.start, last * size + each.stop - 1
+        begin, end = start + first * dtype.itemsize, start + (last + 1) * dtype.itemsize
+        if not prod(shape):
+            end = begin
+        with memoryview(self._map) as data:
+            for block in range(begin // _BLOCK, -(-end // _BLOCK)):
+                if block in self._checked:
+                    continue
+                found = zlib.crc32(data[block * _BLOCK : (block + 1) * _BLOCK])
+                if f"{found:08x}" != self._checksums[8 * block : 8 * block + 8]:
+                    raise CheckpointError(
+                        f"{self.path} is damaged, somewhere in bytes {block * _BLOCK:,} to "
+                        f"{(block + 1) * _BLOCK:,}, where {name} is; load an earlier save"
+                    )
+                self._checked.add(block)
+        self.release(name)
+
+    def release(self, name: str) -> None:
+        """Free the memory of a tensor that was read."""
+        stored = self.tensors[name]
+        begin = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if stored.end > begin and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, begin, stored.end - begin)
+
+
+class Entry(NamedTuple):
+    """A tensor of a checkpoint: its pieces, each with the name of a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: list[tuple[str, Region]]
+
+
+class Checkpoint:
+    """What a checkpoint contains; of its tensors only the parts that are used are read."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the manifest; raises if the checkpoint is not whole."""
+        content = _content(path)
+        self.path = path
+        self.step: int = content["step"]
+        self.aliases: dict[str, str] = content["aliases"]
+        """Further names in the model for a weight that the checkpoint has under another name."""
+        self.optimizers: list[dict[str, Any]] = content["optimizers"]
+        self.values: dict[str, Any] = content["values"]
+        """All other values, packed."""
+        self._listed: dict[str, dict[str, Any]] = content["files"]
+        self._files: dict[str, TensorFile] = {}
+        self.tensors: dict[str, Entry] = {}
+        for name, known in self._listed.items():
+            _require_file(path / name, name, known["bytes"])
+        for name, entry in content["tensors"].items():
+            if entry["dtype"] not in DTYPES:
+                raise CheckpointError(f"{path}: {name} is of an unknown type")
+            pieces: list[tuple[str, Region]] = []
+            for piece in entry["pieces"]:
+                if piece["file"] not in self._listed:
+                    file = piece["file"][:40]
+                    raise CheckpointError(
+                        f"{path}: {name} is in {file!r}, which the manifest does not list"
+                    )
+                region = Region(tuple(piece["start"]), tuple(piece["size"]))
+                pieces.append((piece["file"], region))
+            self.tensors[name] = Entry(DTYPES[entry["dtype"]], tuple(entry["shape"]), pieces)
+
+    def _pieces(self, name: str, region: Region) -> Iterator[tuple[TensorFile, Region, Region]]:
+        """The pieces of a tensor that meet a region: file, piece, and what both have in common."""
+        for file, piece in self.tensors[name].pieces:
+            if (common := piece.meets(region)) is not None:
+                if file not in self._files:
+                    checksums = self._listed[file]["crc32"]
+                    self._files[file] = TensorFile(self.path / file, checksums)
+                yield self._files[file], piece, common
+
+    def check(self, name: str, like: torch.Tensor) -> None:
+        """Raise unless all bytes for a tensor are there, and as they were written."""
+        _, region = shard_of(like, name)
+        covered: set[Region] = set()
+        for file, piece, common in self._pieces(name, region):
+            stored = file.tensors.get(name)
+            expected = self.tensors[name].dtype, piece.size
+            if stored is None or (stored.dtype, stored.shape) != expected:
+                raise CheckpointError(f"{file.path} does not have {name} as the manifest says")
+            file.check(name, common.inside(piece))
+            covered.add(common)
+        if sum(prod(part.size) for part in covered) != prod(region.size):
+            raise CheckpointError(f"{self.path} lacks a part of {name}")
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Fill a tensor that has been checked."""
+        tensor, region = shard_of(tensor, name)
+        for file, piece, common in self._pieces(name, region):
+            tensor[common.inside(region)].copy_(file.view(name)[common.inside(piece)])
+            file.release(name)
+
+    def value(self, name: str) -> Any:
+        """A value that belongs neither to the model nor to an optimizer; None if there is none."""
+
+        def fetch(part: str) -> torch.Tensor:
+            dtype, shape, _ = self.tensors[f"values/{part}"]
+            self.check(f"values/{part}", torch.empty(shape, dtype=dtype, device="meta"))
+            self.fill(f"values/{part}", tensor := torch.empty(shape, dtype=dtype))
+            return tensor
+
+        return unpack(self.values.get(name), fetch)
+
+
+def _content(path: Path) -> Any:
+    """What the manifest of a checkpoint says, if it is as it was written."""
+    file = path / MANIFEST
+    with open_file(file) as opened:
+        whole = read(opened.read(), {"crc32": str, "content": object}, what=str(file))
+    content = whole["content"]
+    version = content.get("version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > _VERSION:
+        raise CheckpointError(
+            f"{path} has version {version} of the format, and this Taktline reads up to "
+            f"{_VERSION}; install the one that has written it, or a newer one"
+        )
+    if whole["crc32"] != _checksum(content):
+        raise CheckpointError(f"{file} is damaged; load an earlier save")
+    if not 0 <= conform(content, _CONTENT, what=str(file))["step"] <= MOST_STEPS:
+        raise CheckpointError(f"{file}: the step is {content['step']}, not a number of steps")
+    return content
+
+
+def _require_file(file: Path, name: str, size: int) -> None:
+    """Raise unless a file is there, in its size."""
+    if Path(name).name != name or not file.is_file():
+        raise CheckpointError(f"{file} is missing, or is not a regular file; load an earlier save")
+    if (found := file.stat().st_size) != size:
+        raise CheckpointError(f"{file} has {found:,} bytes, not {size:,}; load an earlier save")
+
+
+def _checksum(content: Any) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def packed(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A value as JSON; its tensors go into ``tensors``, under names that begin with ``what``.
+
+    >>> packed({"fn": print}, "scheduler", {})
+    Traceback (most recent call last):
+    taktline.errors.CheckpointError: scheduler.fn is <built-in function print>, which cannot ...
+    """
+    try:
+        return pack(value, what, tensors)
+    except NotPlainError as error:
+        where, found = error.args
+        raise CheckpointError(
+            f"{where} is {shown(found)}, which cannot be saved without pickle; use numbers, "
+            "strings, tensors, and lists or dicts of these"
+        ) from None
+
+
+def sealed(content: Any) -> str:
+    """The text of a manifest, with the checksum of its content."""
+    return json.dumps({"crc32": _checksum(content), "content": content})
+
+
+def merged(parts: Iterable[dict[str, Any]], step: int) -> dict[str, Any]:
+    """The content of a manifest, from the parts of all processes."""
+    # The package is not imported: it is above this room.
+    by = {"taktline": sys.modules["taktline"].__version__, "torch": str(torch.__version__)}
+    whole: dict[str, Any] = {key: type(shape)() for key, shape in _PART.items()}
+    whole |= {"format": _FORMAT, "version": _VERSION, "written_by": by, "step": step}
+    for part in parts:
+        whole["files"] |= part["files"]
+        whole["values"] |= part["values"]
+        whole["aliases"] = joined([whole["aliases"], part["aliases"]])
+        for name, entry in part["tensors"].items():
+            known = whole["tensors"].setdefault(name, {**entry, "pieces": []})
+            known["pieces"] += entry["pieces"]
+        for index, optimizer in enumerate(part["optimizers"]):
+            if index == len(whole["optimizers"]):
+                whole["optimizers"].append({**optimizer, "groups": [], "state": {}})
+            _add_optimizer(whole["optimizers"][index], optimizer)
+    for name, entry in whole["tensors"].items():
+        held = sum(prod(piece["size"]) for piece in entry["pieces"])
+        if held != prod(entry["shape"]):
+            raise CheckpointError(
+                f"only {held:,} of {prod(entry['shape']):,} elements of {name} are on the ranks "
+                "that save; save on all ranks with a shard of it"
+            )
+    return whole
+
+
+def _add_optimizer(known: dict[str, Any], more: dict[str, Any]) -> None:
+    """Groups with the same options are one, whatever their numbers on the ranks."""
+    groups = {json.dumps(group["options"], sort_keys=True): group for group in known["groups"]}
+    for group in more["groups"]:
+        key = json.dumps(group["options"], sort_keys=True)
+        if key not in groups:
+            groups[key] = {"names": [], "options": group["options"]}
+            known["groups"].append(groups[key])
+        groups[key]["names"] = list(dict.fromkeys((*groups[key]["names"], *group["names"])))
+    known["state"] = more["state"] | known["state"]
