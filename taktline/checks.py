@@ -37,7 +37,6 @@ from taktline.text import did_you_mean
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _Error: TypeAlias = type[TaktlineError]
-_Bound: TypeAlias = float | None
 
 _brief = reprlib.Repr()
 _brief.maxstring = _brief.maxother = _brief.maxlong = 80
@@ -65,121 +64,94 @@ def refuse(name: str, takes: str, value: object, error: _Error = ArgumentError) 
     raise error(f"{name} must be {takes}, not {shown(value)}")
 
 
-def require_whole(
-    name: str,
-    value: Any,
-    *,
-    least: _Bound = None,
-    most: _Bound = None,
-    error: _Error = ArgumentError,
-) -> int:
-    """A whole number, of Python or NumPy, within bounds; True and False are none.
-
-    >>> require_whole("ranks", 4, least=1)
-    4
-    >>> require_whole("ranks", 0, least=1)
-    Traceback (most recent call last):
-    taktline.errors.ArgumentError: ranks must be a whole number from 1 up, not 0
-    """
-    whole = not isinstance(value, bool) and isinstance(value, Integral)
-    if not whole or not _within(value, least, most):
-        refuse(name, "a whole number" + _range(least, most), value, error)
-    return int(value)
-
-
-def require_number(
-    name: str,
-    value: Any,
-    *,
-    least: _Bound = None,
-    most: _Bound = None,
-    error: _Error = ArgumentError,
-) -> float:
-    """A finite number as a float."""
-    with suppress(OverflowError):
-        number = not isinstance(value, bool) and isinstance(value, Real)
-        if number and math.isfinite(value) and _within(value, least, most):
-            return float(value)
-    refuse(name, "a number" + _range(least, most), value, error)
-
-
-def _within(number: Any, least: _Bound, most: _Bound) -> bool:
-    return (least is None or least <= number) and (most is None or number <= most)
-
-
-def _range(least: _Bound, most: _Bound) -> str:
-    if least is None:
-        return ""
-    return f" from {least:,} up" if most is None else f" from {least:,} to {most:,}"
-
-
-def require_instance(
+def check(
     name: str,
     value: Any,
     kind: type[T] | tuple[type[T], ...],
     takes: str = "",
+    *,
+    least: float | None = None,
+    most: float | None = None,
     error: _Error = ArgumentError,
 ) -> T:
-    """A value of a type; ``takes`` says what that is, if its name does not."""
-    if not isinstance(value, kind):
-        refuse(name, takes or with_article(getattr(kind, "__name__", str(kind))), value, error)
+    """An argument, if it is of a kind; ``takes`` says what that is, if the kind's name does not.
+
+    ``int`` and ``float`` are finite numbers of Python or NumPy, within bounds, and no bool; ``str``
+    is a text that can be written to a file.
+
+    >>> check("ranks", 4, int, least=1)
+    4
+    >>> check("ranks", 0, int, least=1)
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: ranks must be a whole number from 1 up, not 0
+    """
+    with suppress(TypeError, OverflowError, UnicodeError):
+        found = _converted(value, kind)
+        if (least is None or found >= least) and (most is None or found <= most):
+            return found
+    takes = takes or _TAKES.get(kind) or with_article(getattr(kind, "__name__", str(kind)))
+    if least is not None:
+        takes += f" from {least:,} up" if most is None else f" from {least:,} to {most:,}"
+    refuse(name, takes, value, error)
+
+
+_TAKES: dict[Any, str] = {
+    **{int: "a whole number", float: "a number", bool: "True or False", str: "a text"},
+    Path: "the path of a file",
+}
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """The value as a kind; raises if it is none."""
+    number: Any = None if isinstance(value, bool) else value
+    if kind is int and isinstance(number, Integral):
+        return int(number)
+    if kind is float and isinstance(number, Real) and math.isfinite(number):
+        return float(number)
+    if kind is Path:
+        path = Path(value)
+        if b"\0" not in os.fsencode(path):
+            return path
+    if kind in (int, float, Path) or not isinstance(value, kind):
+        raise TypeError
+    if kind is str:
+        str.encode(value)  # not if it has halves of surrogate pairs
     return value
 
 
-def require_instances(
-    name: str, values: Any, kind: type[T], error: _Error = ArgumentError
-) -> list[T]:
-    """A list of values of a type."""
-    listed = require_iterable(name, values, f"a list, each {with_article(kind.__name__)}", error)
-    return [
-        require_instance(f"{name}[{index}]", value, kind, error=error)
-        for index, value in enumerate(listed)
-    ]
-
-
-def require_iterable(
-    name: str, values: Any, takes: str = "a list", error: _Error = ArgumentError
+def check_list(
+    name: str,
+    values: Any,
+    kind: type = object,
+    *,
+    takes: str = "",
+    error: _Error = ArgumentError,
 ) -> list[Any]:
-    """The values of something to iterate over; a text is none."""
+    """The values of anything to iterate over, but of no text, each of a kind."""
+    found: list[Any] | None = None
     with suppress(TypeError):  # nothing to iterate over, or an array that turns out to be a number
         if not isinstance(values, (str, bytes, bytearray)):
-            return list(iter(values))
-    refuse(name, takes, values, error)
+            found = list(iter(values))
+    if found is None:
+        each = "" if kind is object else f", each {with_article(kind.__name__)}"
+        refuse(name, takes or f"a list{each}", values, error)
+    if kind is object:
+        return found
+    return [check(f"{name}[{i}]", value, kind, error=error) for i, value in enumerate(found)]
 
 
-def require_flag(name: str, value: Any, error: _Error = ArgumentError) -> bool:
-    """True or False."""
-    return require_instance(name, value, bool, "True or False", error)
-
-
-def require_text(name: str, value: Any, error: _Error = ArgumentError) -> str:
-    """A text that can be written to a file: without halves of surrogate pairs."""
-    if not isinstance(value, str) or value.encode(errors="ignore").decode() != value:
-        refuse(name, "a text", value, error)
-    return value
-
-
-def require_callable(name: str, value: Any, error: _Error = ArgumentError) -> Callable[..., Any]:
+def check_callable(name: str, value: Any, error: _Error = ArgumentError) -> Callable[..., Any]:
     """Something to call."""
     return value if callable(value) else refuse(name, "a function", value, error)
 
 
-def require_one_of(name: str, value: Any, choices: Sequence[T], error: _Error = ArgumentError) -> T:
+def check_one_of(name: str, value: Any, choices: Sequence[T], error: _Error = ArgumentError) -> T:
     """One of a few values."""
     for choice in choices:
         # Not by equality alone: 1 equals True, and arrays compare by element.
         if value is choice or (type(value) is type(choice) and value == choice):
             return choice
     raise error(f"{name} is one of {', '.join(map(str, choices))}, not {shown(value)}")
-
-
-def require_path(name: str, value: Any) -> Path:
-    """The path of a file."""
-    with suppress(TypeError, ValueError):  # a path of bytes, or one that cannot be encoded
-        path = Path(value)
-        if b"\0" not in os.fsencode(path):
-            return path
-    refuse(name, "the path of a file", value)
 
 
 def known_keywords(function: F) -> F:

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from taktline import pytree
-from taktline.checks import require_instance
+from taktline.checks import check
 from taktline.errors import LossError, SkipError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -197,7 +197,7 @@ class skip:
     @uncompiled
     def put(name: str, value: torch.Tensor) -> None:
         """Put a value under a name, for this stage and later ones."""
-        require_instance("the name of a skip", name, str, "a text", SkipError)
+        check("the name of a skip", name, str, "a text", error=SkipError)
         if not isinstance(value, torch.Tensor):
             raise SkipError(f"skip.put({name!r}, …) takes a tensor, not {type(value).__name__}")
         current_aside().put(name, value)
@@ -206,7 +206,7 @@ class skip:
     @uncompiled
     def get(name: str) -> torch.Tensor:
         """The value that was put under a name; any number of stages may get it."""
-        require_instance("the name of a skip", name, str, "a text", SkipError)
+        check("the name of a skip", name, str, "a text", error=SkipError)
         return current_aside().get(name)
 
 

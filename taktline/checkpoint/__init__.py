@@ -25,7 +25,7 @@ from taktline.checkpoint.loading import load as _load
 from taktline.checkpoint.model_state import HeldModel
 from taktline.checkpoint.saving import Training, latest
 from taktline.checkpoint.saving import save as _save
-from taktline.checks import known_keywords, require_instance
+from taktline.checks import check, known_keywords
 from taktline.runtime.schedule import Schedule
 
 __all__ = ["Loaded", "latest", "load", "load_into", "save"]
@@ -52,7 +52,7 @@ def save(
     >>> save(tempfile.mkdtemp(), tl.ScheduleGPipe(stages[0], 1)).name
     '000001-step-0'
     """
-    model = HeldModel.of_schedule(require_instance("schedule", schedule, Schedule))
+    model = HeldModel.of_schedule(check("schedule", schedule, Schedule))
     training = Training(optimizer, scheduler, scaler, data, extra)
     return _save(model, folder, training, keep=keep, async_save=async_save)
 
@@ -75,7 +75,7 @@ def load(
     >>> load(save(tempfile.mkdtemp(), schedule, extra={"epoch": 3}), schedule).extra
     {'epoch': 3}
     """
-    model = HeldModel.of_schedule(require_instance("schedule", schedule, Schedule))
+    model = HeldModel.of_schedule(check("schedule", schedule, Schedule))
     return _load(model, folder, Training(optimizer, scheduler, scaler, data))
 
 
@@ -101,6 +101,6 @@ def load_into(
     >>> load_into(model, folder=saved).step, torch.equal(model[1].weight, stages[1].weight)
     (0, True)
     """
-    require_instance("model", model, nn.Module, "an nn.Module")
+    check("model", model, nn.Module, "an nn.Module")
     training = Training(optimizer, scheduler, scaler, data)
     return _load(HeldModel.of_model(model), folder, training)

@@ -36,7 +36,7 @@ from taktline.checkpoint.saving import (
     named,
     wait,
 )
-from taktline.checks import require_path
+from taktline.checks import check
 from taktline.errors import CheckpointError
 from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
@@ -62,7 +62,7 @@ class Loaded:
 
 def load(model: HeldModel, folder: Any, training: Training) -> Loaded:
     """Load everything that was passed; all processes call it."""
-    folder, processes = require_path("folder", folder), model.processes
+    folder, processes = check("folder", folder, Path), model.processes
     with guarded(processes.transports[0], "load()") as call:
         model.arrive(call)
         find = partial(_find, folder, processes.place)

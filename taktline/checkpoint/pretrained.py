@@ -28,7 +28,7 @@ from torch import nn
 from taktline.checkpoint.files import TensorFile, open_file, require_writable, write
 from taktline.checkpoint.model_state import HeldModel, foremost, writers
 from taktline.checkpoint.saving import sync, write_text
-from taktline.checks import read, require_path, require_whole
+from taktline.checks import check, read
 from taktline.errors import CheckpointError, text_of
 from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded, local
@@ -67,8 +67,8 @@ def _for_files(
 
 def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None:
     """Write files that ``from_pretrained`` reads; every process writes its own tensors."""
-    path = require_path("folder", folder)
-    require_whole("max_shard_bytes", max_shard_bytes, least=1)
+    path = check("folder", folder, Path)
+    check("max_shard_bytes", max_shard_bytes, int, least=1)
     writing, processes = _Writing(model, path), model.processes
     with guarded(processes.transports[0], "save_pretrained()") as call:
         model.arrive(call)

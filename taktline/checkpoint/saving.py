@@ -51,7 +51,7 @@ from taktline.checkpoint.files import (
     write,
 )
 from taktline.checkpoint.model_state import Held, HeldModel, foremost, writers
-from taktline.checks import refuse, require_flag, require_instance, require_path, require_whole
+from taktline.checks import check, refuse
 from taktline.errors import CheckpointError, TaktlineError, text_of
 from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
@@ -80,7 +80,7 @@ class Training:
         self.noted: dict[str, Any] = {}
         """The state of ``data`` and of ``random`` numbers, if it is not that of now."""
         for each in self.optimizers:
-            require_instance("optimizer", each, Optimizer, "an optimizer of torch, or a list")
+            check("optimizer", each, Optimizer, "an optimizer of torch, or a list")
         others = [("scheduler", each) for each in self.schedulers]
         for name, one in (*others, ("scaler", scaler), ("data", data)):
             if one is not None and not hasattr(one, "load_state_dict"):
@@ -149,7 +149,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     >>> pipe.save(runs) == latest(runs)
     True
     """
-    return next(filter(_is_whole, saves(require_path("folder", folder))), None)
+    return next(filter(_is_whole, saves(check("folder", folder, Path))), None)
 
 
 def _is_whole(save: Path) -> bool:
@@ -472,12 +472,12 @@ def save(
     async_save: bool = False,
 ) -> Path:
     """Save everything; returns the new folder. All processes call it."""
-    folder = require_path("folder", folder)
-    require_flag("async_save", async_save)
+    folder = check("folder", folder, Path)
+    check("async_save", async_save, bool)
     if keep is not None:
-        require_whole("keep", keep, least=1)
+        check("keep", keep, int, least=1)
     step = 0 if model.schedule is None else model.schedule.steps
-    step = require_whole("steps", step, least=0, most=MOST_STEPS)
+    step = check("steps", step, int, least=0, most=MOST_STEPS)
     processes = model.processes
     # The program may change its folder while this is written.
     saving = Saving(model, folder.resolve(), step, keep)

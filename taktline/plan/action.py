@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 
-from taktline.checks import require_instance, require_text, require_whole
+from taktline.checks import check
 from taktline.errors import ActionSyntaxError, PlanError
 
 LARGEST = 2**31 - 1
@@ -75,7 +75,7 @@ class Action:
     microbatch: int | None = None
 
     def __post_init__(self) -> None:
-        require_instance("kind", self.kind, Kind, error=PlanError)
+        check("kind", self.kind, Kind, error=PlanError)
         self._require_number("stage", self.stage)
         if self.microbatch is not None:
             self._require_number("microbatch", self.microbatch)
@@ -86,7 +86,7 @@ class Action:
     def _require_number(self, name: str, number: int) -> None:
         # The full check is slow, and plans may have millions of actions.
         if type(number) is not int or not 0 <= number <= LARGEST:
-            number = require_whole(name, number, least=0, most=LARGEST, error=PlanError)
+            number = check(name, number, int, least=0, most=LARGEST, error=PlanError)
             object.__setattr__(self, name, number)
 
     def __str__(self) -> str:
@@ -109,8 +109,8 @@ class Overlap:
     backward: Action
 
     def __post_init__(self) -> None:
-        require_instance("forward", self.forward, Action, "an Action", PlanError)
-        require_instance("backward", self.backward, Action, "an Action", PlanError)
+        check("forward", self.forward, Action, "an Action", error=PlanError)
+        check("backward", self.backward, Action, "an Action", error=PlanError)
         if self.forward.kind is not Kind.F or self.backward.kind not in (Kind.B, Kind.I):
             raise PlanError(f"an overlap joins an F and a B or I, in this order: {self}")
 
@@ -141,7 +141,7 @@ def parse(text: str) -> Action | Overlap:
       0BANANA3
         ^
     """
-    require_text("text", text)
+    check("text", text, str)
     if text.startswith("("):
         forward, at = _parse_at(text, 1, {Kind.F})
         at = _expect(text, at, ";")

@@ -9,17 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from taktline.checks import (
-    known_keywords,
-    refuse,
-    require_flag,
-    require_instance,
-    require_number,
-    require_one_of,
-    require_text,
-    require_whole,
-    shown,
-)
+from taktline.checks import check, check_one_of, known_keywords, refuse, shown
 from taktline.errors import CostError
 from taktline.plan.action import Kind
 from taktline.plan.deps import needs
@@ -48,7 +38,7 @@ class Link:
         for name in ("latency", "bandwidth"):
             number = getattr(self, name)
             if not (name == "bandwidth" and isinstance(number, float) and number == math.inf):
-                number = require_number(name, number, least=0, error=CostError)
+                number = check(name, number, float, least=0, error=CostError)
             object.__setattr__(self, name, number)
         if not self.bandwidth:
             raise CostError(f"bandwidth must be more than 0, not {self.bandwidth}")
@@ -107,9 +97,9 @@ class Costs:
                 refuse(name, "a number from 0 up, or one for each stage", value, CostError)
             plain = tuple(map(float, numbers)) if numbers.ndim else float(numbers)
             object.__setattr__(self, name, plain)
-        require_instance("link", self.link, Link, error=CostError)
-        require_flag("comm_blocks", self.comm_blocks, CostError)
-        require_text("unit", self.unit, CostError)
+        check("link", self.link, Link, error=CostError)
+        check("comm_blocks", self.comm_blocks, bool, error=CostError)
+        check("unit", self.unit, str, error=CostError)
         if self.kept_for_weight is not None:
             whole, kept = np.atleast_1d(self.activation), np.atleast_1d(self.kept_for_weight)
             if (1 in (len(whole), len(kept)) or len(whole) == len(kept)) and (kept > whole).any():
@@ -123,8 +113,8 @@ class Costs:
 
     def of(self, name: str, stages: int) -> FloatArray:
         """One of the per-stage costs as an array of ``stages`` numbers."""
-        require_one_of("name", name, _PER_STAGE, CostError)
-        stages = require_whole("stages", stages, least=1, most=MOST_STAGES, error=CostError)
+        check_one_of("name", name, _PER_STAGE, error=CostError)
+        stages = check("stages", stages, int, least=1, most=MOST_STAGES, error=CostError)
         value: PerStage | None = getattr(self, name)
         if value is None:
             return np.sum([self.of(part, stages) for part in _BY_DEFAULT[name]], axis=0)
@@ -137,7 +127,7 @@ class Costs:
 
     def durations(self, plan: Plan) -> FloatArray:
         """How long each row computes; both rows of a pair as long as the pair."""
-        require_instance("plan", plan, Plan)
+        check("plan", plan, Plan)
         table = np.zeros((len(Kind), plan.stages))
         for kind, name in _DURATION.items():
             table[kind] = self.of(name, plan.stages)
@@ -162,7 +152,7 @@ class Costs:
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
         """The reverse of :meth:`to_dict`."""
         known = sorted(field.name for field in fields(cls))
-        require_instance("values", values, Mapping, "a dict", CostError)
+        check("values", values, Mapping, "a dict", error=CostError)
         if unknown := [name for name in values if name not in known]:
             raise CostError(f"there is no cost {shown(unknown[0])}; known are {known}")
         try:

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from taktline.checks import Either, conform, loads, require_instance, require_path, shown
+from taktline.checks import Either, check, conform, loads, shown
 from taktline.errors import ActionSyntaxError, CostError, JsonError, PlanError, PlanFileError
 from taktline.plan.action import Action, Overlap, parse
 from taktline.plan.costs import Costs
@@ -88,7 +88,7 @@ def write_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     ...     read_timeline(f"{folder}/a.json").makespan
     33.0
     """
-    plan = require_instance("timeline", timeline, Timeline).plan
+    plan = check("timeline", timeline, Timeline).plan
     path = _path(path, "a timeline", ".json")
     more: dict[str, Any] = {"format": _TIMELINE_FORMAT, "measured": timeline.measured}
     for name in ("start", "end", "arrival"):
@@ -128,13 +128,13 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
 
 def is_timeline(path: str | os.PathLike[str]) -> bool:
     """Whether a file holds a timeline, and not only a plan."""
-    path = require_path("path", path)
+    path = check("path", path, Path)
     return _is_json(path) and _fields(_read_text(path), path)["format"] == _TIMELINE_FORMAT
 
 
 def to_csv(plan: Plan) -> str:
     """A plan as CSV text."""
-    require_instance("plan", plan, Plan)
+    check("plan", plan, Plan)
     text = io.StringIO()
     csv.writer(text).writerows(plan[rank] for rank in range(plan.ranks))
     return text.getvalue()
@@ -142,7 +142,7 @@ def to_csv(plan: Plan) -> str:
 
 def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     """A plan from CSV text; the path is for messages, and its stem names the plan."""
-    path = require_path("path", path)
+    path = check("path", path, Path)
     reader = csv.reader(io.StringIO(text), strict=True)
     ranks: list[list[Action | Overlap]] = []
     try:
@@ -168,7 +168,7 @@ def to_json(plan: Plan, costs: Costs | None = None, more: dict[str, Any] | None 
 
     ``more`` are fields that are added or replaced.
     """
-    require_instance("plan", plan, Plan)
+    check("plan", plan, Plan)
     fields: dict[str, Any] = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -178,7 +178,7 @@ def to_json(plan: Plan, costs: Costs | None = None, more: dict[str, Any] | None 
         "placement": list(plan.placement.rank_of),
     }
     if costs is not None:
-        fields["costs"] = require_instance("costs", costs, Costs).to_dict()
+        fields["costs"] = check("costs", costs, Costs).to_dict()
     fields["ranks"] = [[str(action) for action in plan[rank]] for rank in range(plan.ranks)]
     lines: list[str] = []
     for name, value in (fields | (more or {})).items():
@@ -191,7 +191,7 @@ def to_json(plan: Plan, costs: Costs | None = None, more: dict[str, Any] | None 
 
 def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     """A plan from JSON text; the path is for messages."""
-    path = require_path("path", path)
+    path = check("path", path, Path)
     return _plan(_fields(text, path), path)
 
 
@@ -250,7 +250,7 @@ def _errors_of(path: Path, prefix: str = "") -> Generator[None]:
 
 
 def _path(path: object, what: str = "a plan", *endings: str) -> Path:
-    path, endings = require_path("path", path), endings or (".csv", ".json")
+    path, endings = check("path", path, Path), endings or (".csv", ".json")
     if path.suffix.lower() not in endings:
         listed = " or ".join(endings)
         raise PlanFileError(path, f"{what}'s file ends in {listed}, not {path.suffix!r}")

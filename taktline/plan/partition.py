@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any
 
-from taktline.checks import known_keywords, require_iterable, require_number, require_whole
+from taktline.checks import check, check_list, known_keywords
 from taktline.errors import CostError, PartitionError
 from taktline.plan.action import LARGEST
 from taktline.text import counted, table
@@ -175,7 +175,7 @@ def _cheapest(
 
 def _exact(name: str, values: Iterable[float]) -> tuple[list[int], int]:
     """Numbers as whole multiples of 1/unit, so that sums are exact; and the unit."""
-    given = require_iterable(name, values, "a list of numbers, one for each layer", CostError)
+    given = check_list(name, values, takes="a list of numbers, one for each layer", error=CostError)
     numbers = [_number(f"{name} of layer {layer}", value) for layer, value in enumerate(given)]
     try:
         float(sum(numbers))
@@ -187,13 +187,13 @@ def _exact(name: str, values: Iterable[float]) -> tuple[list[int], int]:
 
 def _number(what: str, value: Any) -> Fraction:
     """A number as an exact fraction; raises unless it is finite and from 0 up."""
-    number = require_number(what, value, least=0, error=CostError)
+    number = check(what, value, float, least=0, error=CostError)
     return Fraction(int(value) if isinstance(value, Integral) else number)
 
 
 def _stages(stages: int, layers: int) -> int:
     """The number of stages, if the layers can be cut into so many."""
-    stages = require_whole("stages", stages, least=1, error=PartitionError)
+    stages = check("stages", stages, int, least=1, error=PartitionError)
     if stages > layers:
         raise PartitionError(
             f"{counted(layers, 'layer')} cannot be cut into "
@@ -207,7 +207,7 @@ def _limits(limits: float | Iterable[float] | None, stages: int) -> list[Any]:
     """One limit for each stage."""
     if limits is None or not isinstance(limits, Iterable):
         limits = [math.inf if limits is None else limits] * stages
-    given = require_iterable("limits", limits, "a number for each stage", PartitionError)
+    given = check_list("limits", limits, takes="a number for each stage", error=PartitionError)
     if len(given) != stages:
         raise PartitionError(
             f"limits are for {counted(len(given), 'stage')}, but there are {stages}; pass one "

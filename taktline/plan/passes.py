@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from taktline.checks import known_keywords, require_flag, require_instance, require_whole
+from taktline.checks import check, known_keywords
 from taktline.errors import PlanError
 from taktline.plan.action import Kind
 from taktline.plan.deps import channels
@@ -41,11 +41,11 @@ def lower(
     >>> " ".join(map(str, lower(build("gpipe", ranks=2, microbatches=1))[1]))
     '1RECV_F0 1F0 1B0 1SEND_B0'
     """
-    if require_flag("merge", merge):
+    if check("merge", merge, bool):
         plan = merge_backward(plan)
     if keep_ready is not None:
         plan = add_shard(plan, keep_ready, ahead)
-    if require_flag("reduce", reduce):
+    if check("reduce", reduce, bool):
         plan = add_reduce(plan)
     return add_comm(plan)
 
@@ -57,7 +57,7 @@ def merge_backward(plan: Plan) -> Plan:
     >>> merge_backward(Plan.from_actions([["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"]]))[0]
     [Action(0F0), Action(0F1), Action(0B0), Action(0B1)]
     """
-    require_instance("plan", plan, Plan)
+    check("plan", plan, Plan)
     return plan.with_rows([_merge(plan.rows_of(rank)) for rank in range(plan.ranks)], plan.level)
 
 
@@ -87,8 +87,8 @@ def add_shard(plan: Plan, keep_ready: int = 3, ahead: Sequence[int] | None = Non
     >>> " ".join(map(str, add_shard(plan, keep_ready=1)[0]))
     '0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD'
     """
-    require_instance("plan", plan, Plan)
-    keep_ready = require_whole("keep_ready", keep_ready, least=1, error=PlanError)
+    check("plan", plan, Plan)
+    keep_ready = check("keep_ready", keep_ready, int, least=1, error=PlanError)
     if plan.level != Level.COMPUTE:
         raise PlanError(
             f"add_shard needs a COMPUTE plan, this one is {plan.level.name}; apply it once, first"
@@ -98,7 +98,7 @@ def add_shard(plan: Plan, keep_ready: int = 3, ahead: Sequence[int] | None = Non
     if len(ahead) != plan.ranks:
         raise PlanError(f"ahead has {len(ahead)} numbers, but the plan has {plan.ranks} ranks")
     for rank, number in enumerate(ahead):
-        require_whole(f"ahead[{rank}]", number, least=1, most=keep_ready, error=PlanError)
+        check(f"ahead[{rank}]", number, int, least=1, most=keep_ready, error=PlanError)
     by_rank = [_shard(plan.rows_of(rank), keep_ready, n) for rank, n in enumerate(ahead)]
     return plan.with_rows(by_rank, Level.SHARDED)
 
@@ -160,7 +160,7 @@ def add_reduce(plan: Plan) -> Plan:
     >>> " ".join(map(str, add_reduce(plan)[0]))
     '0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD'
     """
-    require_instance("plan", plan, Plan)
+    check("plan", plan, Plan)
     if plan.level == Level.LOWERED or plan.has(Kind.REDUCE_GRAD):
         raise PlanError(
             "add_reduce needs a plan without REDUCE_GRAD, SEND and RECV; apply it once, and before "

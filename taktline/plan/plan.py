@@ -15,14 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from taktline.checks import (
-    require_instance,
-    require_instances,
-    require_iterable,
-    require_text,
-    require_whole,
-    shown,
-)
+from taktline.checks import check, check_list, shown
 from taktline.errors import NoSuchRankError, PlanError
 from taktline.plan.action import LARGEST, Action, Kind, Overlap, parse
 from taktline.plan.rows import IntArray, Rows
@@ -120,7 +113,7 @@ class Placement:
 
     def require_rank(self, rank: int) -> None:
         """Raise unless there is this rank."""
-        if not 0 <= require_whole("rank", rank) < self.ranks:
+        if not 0 <= check("rank", rank, int) < self.ranks:
             raise NoSuchRankError(
                 f"there is no rank {shown(rank)}, only {counted(self.ranks, 'rank')} from 0 on"
             )
@@ -137,13 +130,13 @@ class Placement:
 
 
 def _count(name: str, number: int, most: int) -> int:
-    return require_whole(name, number, least=1, most=most, error=PlanError)
+    return check(name, number, int, least=1, most=most, error=PlanError)
 
 
 def _numbers(rank_of: Iterable[int]) -> tuple[int, ...]:
     return tuple(
-        rank if type(rank) is int else require_whole(f"rank_of[{stage}]", rank, error=PlanError)
-        for stage, rank in enumerate(require_iterable("rank_of", rank_of, error=PlanError))
+        rank if type(rank) is int else check(f"rank_of[{stage}]", rank, int, error=PlanError)
+        for stage, rank in enumerate(check_list("rank_of", rank_of, error=PlanError))
     )
 
 
@@ -192,12 +185,12 @@ class Plan:
         level: Level | None = None,
         name: str = "custom",
     ) -> None:
-        rows_by_rank = require_instances("rows_by_rank", rows_by_rank, Rows, error=PlanError)
-        require_instance("placement", placement, Placement, error=PlanError)
+        rows_by_rank = check_list("rows_by_rank", rows_by_rank, Rows, error=PlanError)
+        check("placement", placement, Placement, error=PlanError)
         microbatches = _count("microbatches", microbatches, LARGEST)
         if level is not None:
-            require_instance("level", level, Level, error=PlanError)
-        require_text("name", name, PlanError)
+            check("level", level, Level, error=PlanError)
+        check("name", name, str, error=PlanError)
         if len(rows_by_rank) != placement.ranks:
             raise PlanError(
                 f"the placement has {placement.ranks} ranks, but there are actions for "
@@ -237,11 +230,11 @@ class Plan:
         By default, a stage is on the rank that first computes it, and the micro-batches go up to
         the highest number in the actions.
         """
-        ranks = require_iterable("actions", actions, "a list of actions a rank", PlanError)
+        ranks = check_list("actions", actions, takes="a list of actions a rank", error=PlanError)
         if len(ranks) > MOST_RANKS:
             raise PlanError(f"a plan has at most {MOST_RANKS:,} ranks, not {len(ranks):,}")
         listed = (
-            require_iterable(f"actions[{rank}]", texts, "a list of actions", PlanError)
+            check_list(f"actions[{rank}]", texts, takes="a list of actions", error=PlanError)
             for rank, texts in enumerate(ranks)
         )
         rows = [Rows.from_actions(map(_as_action, texts)) for texts in listed]
@@ -316,7 +309,7 @@ class Plan:
         return render().inline_plan(self)
 
     def __getitem__(self, rank: int) -> list[Action | Overlap]:
-        if -self.ranks <= require_whole("rank", rank) < 0:
+        if -self.ranks <= check("rank", rank, int) < 0:
             rank += self.ranks
         return list(self.rows_of(rank).actions())
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TypeAlias
 
-from taktline.checks import known_keywords, require_callable, require_text, require_whole, shown
+from taktline.checks import check, check_callable, known_keywords, shown
 from taktline.errors import ScheduleError
 from taktline.plan.plan import MOST_STAGES, Placement, Plan
 from taktline.plan.rows import Rows
@@ -57,7 +57,7 @@ class NamedSchedule:
 
     def _count(self, what: str, number: int, most: int | None = None) -> int:
         name = f"{self.name}: {what}"
-        return require_whole(name, number, least=1, most=most, error=ScheduleError)
+        return check(name, number, int, least=1, most=most, error=ScheduleError)
 
 
 _SCHEDULES: dict[str, NamedSchedule] = {}
@@ -85,11 +85,11 @@ def register(
     """
     keys = [_key(alias) for alias in (name, *aliases)]
     if stages_per_rank is not None:
-        require_whole("stages_per_rank", stages_per_rank, least=1, error=ScheduleError)
-    require_callable("place", place, ScheduleError)
+        check("stages_per_rank", stages_per_rank, int, least=1, error=ScheduleError)
+    check_callable("place", place, error=ScheduleError)
 
     def decorate(generate: Generator) -> Generator:
-        require_callable("a schedule", generate, ScheduleError)
+        check_callable("a schedule", generate, error=ScheduleError)
         if taken := [_SCHEDULES[key].name for key in keys if key in _SCHEDULES]:
             raise ScheduleError(f"a schedule is called {taken[0]!r} already; choose another name")
         summary = (generate.__doc__ or "").strip().partition("\n")[0]
@@ -108,7 +108,7 @@ def each_rank(rank_rows: Callable[[int, Placement, int], Rows]) -> Generator:
     >>> len(generate(Placement.linear(4), 1))
     4
     """
-    require_callable("rank_rows", rank_rows, ScheduleError)
+    check_callable("rank_rows", rank_rows, error=ScheduleError)
 
     @wraps(rank_rows)
     def generate(placement: Placement, microbatches: int) -> list[Rows]:
@@ -167,5 +167,5 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
 
 def _key(name: str) -> str:
     """A name in plain letters, as torch's class or anyone may write it."""
-    require_text("the name of a schedule", name, ScheduleError)
+    check("the name of a schedule", name, str, error=ScheduleError)
     return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("schedule")

@@ -15,15 +15,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from taktline.checks import (
-    known_keywords,
-    refuse,
-    require_flag,
-    require_instance,
-    require_instances,
-    require_number,
-    require_one_of,
-)
+from taktline.checks import check, check_list, check_one_of, known_keywords, refuse
 from taktline.errors import PlanError
 from taktline.plan.action import Action, Kind
 from taktline.plan.costs import Costs
@@ -46,8 +38,8 @@ def memory_curve(plan: Plan, costs: Costs | None = None) -> tuple[FloatArray, Fl
     >>> during.tolist(), after.tolist()
     ([1.0, 2.0, 2.0, 1.0], [1.0, 2.0, 1.0, 0.0])
     """
-    require_instance("plan", plan, Plan)
-    costs = Costs() if costs is None else require_instance("costs", costs, Costs)
+    check("plan", plan, Plan)
+    costs = Costs() if costs is None else check("costs", costs, Costs)
     whole = costs.of("activation", plan.stages)
     kept = costs.of("kept_for_weight", plan.stages)
     taken, released = np.zeros((2, len(Kind), plan.stages))
@@ -113,9 +105,9 @@ class Timeline:
     """Whether these times were measured; then ``costs`` are those that they show."""
 
     def __post_init__(self) -> None:
-        require_valid(require_instance("plan", self.plan, Plan))
-        require_instance("costs", self.costs, Costs)
-        require_flag("measured", self.measured)
+        require_valid(check("plan", self.plan, Plan))
+        check("costs", self.costs, Costs)
+        check("measured", self.measured, bool)
         for name in ("start", "end", "arrival"):
             column, count = getattr(self, name), len(self.plan.rows)
             if name == "arrival" and column is None:
@@ -172,7 +164,7 @@ class Timeline:
         The span leaves out the waits before a rank's first and after its last action, which the
         next step can fill where no barrier separates two steps.
         """
-        require_one_of("by", by, get_args(By), PlanError)
+        check_one_of("by", by, get_args(By), error=PlanError)
         return self.makespan if by == "makespan" else float(self.rank_spans.max(initial=0.0))
 
     def bubble(self, by: By = "makespan") -> float:
@@ -294,7 +286,7 @@ class Timeline:
 
     def to_html(self, *others: Timeline) -> str:
         """A page to explore, alone or beside others; see :func:`taktline.render.html.to_html`."""
-        return render().to_html([self, *require_instances("others", others, Timeline)])
+        return render().to_html([self, *check_list("others", others, Timeline)])
 
     def to_trace(self) -> str:
         """A trace for Perfetto; see :func:`taktline.render.trace.to_trace`."""
@@ -324,7 +316,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     >>> timeline.makespan
     33.0
     """
-    costs = Costs() if costs is None else require_instance("costs", costs, Costs)
+    costs = Costs() if costs is None else check("costs", costs, Costs)
     require_valid(plan)
     if costs.messages_matter:
         plan = add_comm(plan)
@@ -398,10 +390,10 @@ def stragglers(
     >>> print(*stragglers([slow], work=Costs()))
     rank 2 is slow: the forward of stage 2 takes 2 ms, 2.0 times what its work accounts for; ...
     """
-    timelines = require_instances("timelines", timelines, Timeline)
-    factor = require_number("factor", factor, least=1)
+    timelines = check_list("timelines", timelines, Timeline)
+    factor = check("factor", factor, float, least=1)
     if work is not None:
-        require_instance("work", work, Costs)
+        check("work", work, Costs)
     if not timelines:
         return []
     plan, unit = timelines[-1].plan, timelines[-1].costs.unit

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
-from taktline.checks import known_keywords, require_instance, require_one_of
+from taktline.checks import check, check_one_of, known_keywords
 from taktline.errors import InvalidPlanError, PlanError
 from taktline.plan.action import Kind
 from taktline.plan.plan import Level, Plan
@@ -32,8 +32,8 @@ def validate(plan: Plan, *, sends: Sends = "blocking") -> tuple[Violation, ...]:
     ...     print(violation)
     [order] rank 0, position 0, 0B0: needs 0F0, which comes later (rank 0, position 1)
     """
-    require_instance("plan", plan, Plan)
-    require_one_of("sends", sends, get_args(Sends), PlanError)
+    check("plan", plan, Plan)
+    check_one_of("sends", sends, get_args(Sends), error=PlanError)
     # A plan never changes, so neither does the answer. Sound with blocking sends is sound always.
     if plan.known.get("blocking") == ():
         return ()

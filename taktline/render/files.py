@@ -10,7 +10,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from taktline.checks import require_path
+from taktline.checks import check
 from taktline.errors import PlanFileError
 from taktline.plan.io import write, write_text, write_timeline
 from taktline.plan.plan import Plan
@@ -34,7 +34,7 @@ def save(
     The last two hold a single timeline; .json is what ``read_timeline`` reads. ``width`` is that of
     a picture, in pixels.
     """
-    path = require_path("path", path)
+    path = check("path", path, Path)
     ending = path.suffix.lower()
     if ending in (".csv", ".json") and len(timelines) != 1:
         raise PlanFileError(path, "holds one timeline; draw several as .html or .svg")
@@ -53,7 +53,7 @@ def save(
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
     """Write a plan as .csv or .json, or draw it as it runs if all stages take equally long."""
-    path = require_path("path", path)
+    path = check("path", path, Path)
     if path.suffix.lower() not in (".csv", ".json"):
         return save([simulate(plan)], path)
     write(plan, path)

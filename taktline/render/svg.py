@@ -11,7 +11,7 @@ from html import escape
 
 import numpy as np
 
-from taktline.checks import require_number
+from taktline.checks import check
 from taktline.errors import CostError, PlanError
 from taktline.plan.action import Kind
 from taktline.plan.plan import Placement
@@ -121,7 +121,7 @@ def to_svg(timelines: Sequence[Timeline], *, width: float | None = None) -> str:
     '<svg'
     """
     if width is not None:
-        width = require_number("width", width, least=0, most=100_000)
+        width = check("width", width, float, least=0, most=100_000)
     makespan, unit = shared_axis(timelines)
     total = natural_width(timelines) if width is None else width
     scale = max(total - LEFT - RIGHT, 1.0) / makespan

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from taktline.checks import require_flag, require_whole
+from taktline.checks import check
 from taktline.plan.action import Kind, Overlap
 from taktline.plan.plan import Level, Plan
 from taktline.plan.timeline import Timeline
@@ -125,8 +125,8 @@ def chart(timelines: Sequence[Timeline], width: int | None = None, *, colour: bo
              0          2          4          6          8
     """
     if width is not None:
-        width = require_whole("width", width, least=1, most=10_000)
-    require_flag("colour", colour)
+        width = check("width", width, int, least=1, most=10_000)
+    check("colour", colour, bool)
     makespan, unit = shared_axis(timelines)
     label = max(_label_width(timeline.plan) for timeline in timelines)
     columns = max(8, _width(width) - label - 1)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from taktline import pytree
-from taktline.checks import require_instance, require_whole, with_article
+from taktline.checks import check, with_article
 from taktline.errors import BatchError
 from taktline.meta import TensorMeta
 from taktline.runtime.fingerprint import digest_of, words_of
@@ -76,9 +76,9 @@ def split_args_kwargs_into_chunks(
     >>> split_args_kwargs_into_chunks((torch.arange(5), "x"), {"causal": True}, 2)
     ([(tensor([0, 1, 2]), 'x'), (tensor([3, 4]), 'x')], [{'causal': True}, {'causal': True}])
     """
-    require_instance("args", args, (tuple, list), "a tuple", BatchError)
+    check("args", args, (tuple, list), "a tuple", error=BatchError)
     if kwargs is not None:
-        require_instance("kwargs", kwargs, dict, error=BatchError)
+        check("kwargs", kwargs, dict, error=BatchError)
     arguments = _arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec)
     _require_enough(arguments, chunks)
     cut = [argument.cut(chunks) for argument in arguments]
@@ -112,7 +112,7 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
     >>> merge_chunks([(torch.tensor([1, 2]), "x"), (torch.tensor([3]), "x")], None)
     (tensor([1, 2, 3]), 'x')
     """
-    require_instance("chunks", chunks, (list, tuple), "a list", BatchError)
+    check("chunks", chunks, (list, tuple), "a list", error=BatchError)
     if not chunks:
         raise BatchError("there is no micro-batch to merge")
     (leaves, tree), *others = [_flatten(chunk) for chunk in chunks]
@@ -248,7 +248,7 @@ def _first_cut(arguments: list[_Argument]) -> _Leaf | None:
 
 def _require_enough(arguments: list[_Argument], chunks: int) -> None:
     """Raise unless there is a row for each micro-batch."""
-    require_whole("micro-batches", chunks, least=1, error=BatchError)
+    check("micro-batches", chunks, int, least=1, error=BatchError)
     first = _first_cut(arguments)
     if first is not None and not first.size:
         raise BatchError(f"{first}: it is empty; leave out batches without rows")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, Unpack
 
-from taktline.checks import refuse, require_instance
+from taktline.checks import check, refuse
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Kind, Plan, build, find, read
 from taktline.runtime.runnable_plan import Limits
@@ -65,7 +65,7 @@ class _Single(_Named):
         scale_grads: bool = True,
         **options: Unpack[ScheduleOptions],
     ) -> None:
-        require_instance("stage", stage, PipelineStage)
+        check("stage", stage, PipelineStage)
         specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
         self._begin([stage], n_microbatches, loss_fn, *specs, scale_grads, **options)
 

@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from taktline.checks import require_whole, warn
+from taktline.checks import check, warn
 from taktline.errors import ScheduleError
 from taktline.plan import Kind, Level, Plan, lower, require_valid, restrict, validate
 from taktline.plan.rows import Rows
@@ -32,9 +32,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         most, ahead, sends = self.max_active_stages, self.unshard_lookahead, "max_outstanding_sends"
-        require_whole("max_active_stages", most, least=1, error=ScheduleError)
+        check("max_active_stages", most, int, least=1, error=ScheduleError)
         if self.max_outstanding_sends is not None:
-            require_whole(sends, self.max_outstanding_sends, least=0, error=ScheduleError)
+            check(sends, self.max_outstanding_sends, int, least=0, error=ScheduleError)
         if ahead not in ("full", "auto") and not isinstance(ahead, tuple):
             raise ScheduleError(
                 "unshard_lookahead must be 'full', 'auto', or a tuple of a whole number for each "
@@ -43,7 +43,7 @@ class Limits:
         if isinstance(ahead, tuple):
             for rank, number in enumerate(ahead):
                 name = f"unshard_lookahead[{rank}]"
-                require_whole(name, number, least=1, most=most, error=ScheduleError)
+                check(name, number, int, least=1, most=most, error=ScheduleError)
 
     def ahead(self, ranks: int) -> list[int]:
         """For each rank, how many stages are gathered in advance.

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from taktline.batch_norm import update_all
-from taktline.checks import require_flag
+from taktline.checks import check
 from taktline.errors import BatchError, MismatchError, TaktlineError, text_of
 from taktline.plan import Plan
 from taktline.runtime import updates
@@ -89,9 +89,9 @@ class Call:
         for name, wanted in (("losses", self.losses), ("aux_losses", self.aux_losses)):
             if wanted is not None and not isinstance(wanted, list):
                 raise BatchError(f"{name} must be a list to fill, not {type(wanted).__name__}")
-        require_flag("share_losses", self.share_losses, BatchError)
-        require_flag("return_outputs", self.outputs, BatchError)
-        require_flag("finalize_gradients", self.finalizes, BatchError)
+        check("share_losses", self.share_losses, bool, error=BatchError)
+        check("return_outputs", self.outputs, bool, error=BatchError)
+        check("finalize_gradients", self.finalizes, bool, error=BatchError)
         if self.trains and not torch.is_grad_enabled():
             raise MismatchError("step() trains, but under torch.no_grad() it cannot; call eval()")
 

@@ -8,15 +8,7 @@ from typing import Any, ClassVar, TypedDict
 
 import torch
 
-from taktline.checks import (
-    known_keywords,
-    require_callable,
-    require_flag,
-    require_instance,
-    require_instances,
-    require_number,
-    require_whole,
-)
+from taktline.checks import check, check_callable, check_list, known_keywords
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Plan
 from taktline.runtime.losses import LossWeights
@@ -78,26 +70,24 @@ class Schedule:
         name: str,
         make_plan: Callable[[int], Plan],
     ) -> None:
-        self._stages = require_instances("stages", stages, PipelineStage)
+        self._stages = check_list("stages", stages, PipelineStage)
         if not self._stages and idle is None:
             raise MismatchError(
                 f"{type(self).__name__} needs the stages of this rank, at least one; a rank that "
                 "holds none takes no part in the plan"
             )
-        n_microbatches = require_whole(
-            "n_microbatches", n_microbatches, least=1, error=ScheduleError
-        )
+        n_microbatches = check("n_microbatches", n_microbatches, int, least=1, error=ScheduleError)
         if loss_fn is not None:
-            require_callable("loss_fn", loss_fn)
+            check_callable("loss_fn", loss_fn)
         if args_chunk_spec is not None:
-            require_instance("args_chunk_spec", args_chunk_spec, (tuple, list), "a tuple")
+            check("args_chunk_spec", args_chunk_spec, (tuple, list), "a tuple")
         if kwargs_chunk_spec is not None:
-            require_instance("kwargs_chunk_spec", kwargs_chunk_spec, dict)
+            check("kwargs_chunk_spec", kwargs_chunk_spec, dict)
         if seed is not None:
-            seed = require_whole("seed", seed, least=-(2**63), most=2**64 - 1)
+            seed = check("seed", seed, int, least=-(2**63), most=2**64 - 1)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
-        self.scale_grads = require_flag("scale_grads", scale_grads)
+        self.scale_grads = check("scale_grads", scale_grads, bool)
         """Whether gradients are those of the mean of the micro-batches' losses, or of their sum."""
         self.steps = 0
         """Training steps so far; with a seed, dropout depends on it (set it when you resume)."""
@@ -111,12 +101,12 @@ class Schedule:
             loss_fn=loss_fn,
             merge_spec=output_merge_spec,
             seed=seed,
-            dynamic_shapes=require_flag("dynamic_shapes", dynamic_shapes),
+            dynamic_shapes=check("dynamic_shapes", dynamic_shapes, bool),
             limits=limits,
             idle=idle,
         )
-        self._runner.check_finite = require_flag("check_finite", check_finite)
-        if require_flag("cuda_graphs", cuda_graphs):
+        self._runner.check_finite = check("check_finite", check_finite, bool)
+        if check("cuda_graphs", cuda_graphs, bool):
             if check_finite:
                 raise ScheduleError("a CUDA graph cannot check values: leave out check_finite")
             self._runner.capture()
@@ -132,7 +122,7 @@ class Schedule:
     @stall_after.setter
     def stall_after(self, seconds: float | None) -> None:
         if seconds is not None:
-            seconds = require_number("stall_after", seconds, least=0)
+            seconds = check("stall_after", seconds, float, least=0)
         self._runner.stall_after = seconds
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from taktline.checks import known_keywords, require_flag, require_instance, require_whole
+from taktline.checks import check, known_keywords
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.arguments import Call
@@ -65,9 +65,9 @@ def auto(
         0  the input       4     441,728  9,664
         1  4               4     450,176  4,352
     """
-    require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
-    n = require_whole("n", n, least=1, error=PartitionError)
-    measured = require_flag("measure", measure, PartitionError)
+    check("model", model, nn.Module, "an nn.Module", error=PartitionError)
+    n = check("n", n, int, least=1, error=PartitionError)
+    measured = check("measure", measure, bool, error=PartitionError)
     return divide(model, n, example, measure_times if measured else None, limits)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from taktline import pytree
-from taktline.checks import known_keywords, refuse, require_instance, require_iterable
+from taktline.checks import check, check_list, known_keywords, refuse
 from taktline.errors import PartitionError
 from taktline.split.arguments import (
     Call,
@@ -61,9 +61,9 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     >>> torch.equal(pieces(x), model(x))
     True
     """
-    require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
+    check("model", model, nn.Module, "an nn.Module", error=PartitionError)
     model = without_compiler(model)
-    given = require_iterable("cuts", cuts, _CUTS, PartitionError)
+    given = check_list("cuts", cuts, takes=_CUTS, error=PartitionError)
     if not all(isinstance(cut, str) for cut in given):
         refuse("cuts", _CUTS, cuts, PartitionError)
     starts = _checked(model, given)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from taktline.checks import known_keywords, refuse, require_instance
+from taktline.checks import check, known_keywords, refuse
 from taktline.device import keep_generators, require_usable_device
 from taktline.errors import StateError
 from taktline.split.recorded_stage import model_of
@@ -75,7 +75,7 @@ def materialise(
     (Parameter containing:
     tensor([1., 1.], requires_grad=True), device(type='meta'))
     """
-    require_instance("piece", piece, nn.Module, "an nn.Module")
+    check("piece", piece, nn.Module, "an nn.Module")
     device = require_usable_device(device)
     if state_dict is not None and not hasattr(state_dict, "__getitem__"):
         refuse("state_dict", "a mapping from names to tensors", state_dict)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from taktline.checks import known_keywords, require_callable, require_instance
+from taktline.checks import check, check_callable, known_keywords
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.arguments import Args, Call, Kwargs, Value, parts_in
@@ -164,7 +164,7 @@ def build_stage(
     >>> build_stage(pipe.get_stage_module(1), 1, pipe.info(), torch.device("cpu"))
     PipelineStage(1 of 2, RecordedStage, 20 parameters, cpu)
     """
-    require_instance("pipe_info", pipe_info, PipeInfo, "what pipe.info() returns")
+    check("pipe_info", pipe_info, PipeInfo, "what pipe.info() returns")
     return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
 
 
@@ -192,14 +192,14 @@ def pipeline(
     >>> pipe.num_stages, torch.equal(pipe(x), model(x))
     (2, True)
     """
-    require_instance("module", module, nn.Module, "an nn.Module", PartitionError)
+    check("module", module, nn.Module, "an nn.Module", error=PartitionError)
     if not isinstance(mb_args, tuple):
         raise PartitionError(f"mb_args must be a tuple of arguments, not {type(mb_args).__name__}")
     for name, value in (("mb_kwargs", mb_kwargs), ("split_spec", split_spec)):
         if value is not None:
-            require_instance(name, value, dict, error=PartitionError)
+            check(name, value, dict, error=PartitionError)
     if split_policy is not None:
-        require_callable("split_policy", split_policy, PartitionError)
+        check_callable("split_policy", split_policy, error=PartitionError)
     if split_spec is not None and split_policy is not None:
         raise PartitionError(
             "split_spec and split_policy both say where to cut; pass only one of them"

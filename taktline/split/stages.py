@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from taktline.checks import require_iterable, require_whole, shown
+from taktline.checks import check, check_list, shown
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.on_meta import materialise
@@ -42,7 +42,7 @@ class Pieces(Sequence[nn.Module]):
         model: nn.Module | None = None,
     ) -> None:
         """``cuts`` are the names at which ``model`` was cut into these, if it was."""
-        self._modules = tuple(require_iterable("modules", modules, error=PartitionError))
+        self._modules = tuple(check_list("modules", modules, error=PartitionError))
         if not self._modules:
             raise PartitionError("a model without stages: pass at least one")
         for stage, module in enumerate(self._modules):
@@ -104,7 +104,7 @@ class Pieces(Sequence[nn.Module]):
 
 def require_stage(stage: int, count: int) -> int:
     """The number of a stage; raises if there is no such stage."""
-    if not 0 <= require_whole("stage_idx", stage) < count:
+    if not 0 <= check("stage_idx", stage, int) < count:
         raise PartitionError(
             f"there is no stage {shown(stage)}: stages are numbered from 0 to {count - 1}"
         )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from taktline.checks import require_instance, require_text, require_whole, shown
+from taktline.checks import check, shown
 from taktline.errors import MismatchError
 
 _TIES = "_taktline_ties"
@@ -121,11 +121,11 @@ class Tie:
     """Each stage with the name of the parameter there, in the order of stages."""
 
     def __init__(self, uses: Mapping[int, str]) -> None:
-        require_instance("uses", uses, Mapping, "a dict of stages and names of parameters")
+        check("uses", uses, Mapping, "a dict of stages and names of parameters")
         if len(uses) < 2:
             raise MismatchError(f"a tie names a parameter in two stages or more, not {shown(uses)}")
-        stages = (require_whole("a stage of a tie", stage, least=0) for stage in uses)
-        names = (require_text("a tied parameter", name) for name in uses.values())
+        stages = (check("a stage of a tie", stage, int, least=0) for stage in uses)
+        names = (check("a tied parameter", name, str) for name in uses.values())
         named = dict(zip(stages, names, strict=True))
         object.__setattr__(self, "uses", tuple(sorted(named.items())))
 
@@ -141,7 +141,7 @@ class Tie:
 
     def name_in(self, stage: int) -> str | None:
         """The name in a stage, None if the stage does not use it."""
-        return dict(self.uses).get(require_whole("stage", stage))
+        return dict(self.uses).get(check("stage", stage, int))
 
     def __str__(self) -> str:
         return " = ".join(f"{name} of stage {stage}" for stage, name in self.uses)

@@ -11,13 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from taktline.checks import (
-    known_keywords,
-    refuse,
-    require_instance,
-    require_instances,
-    require_whole,
-)
+from taktline.checks import check, check_list, known_keywords, refuse
 from taktline.device import require_device
 from taktline.errors import MismatchError, SplitError
 from taktline.meta import Signature, as_arguments, flatten
@@ -77,10 +71,10 @@ class PipelineStage:
                 f"stage {stage_index}: its seventh argument is a process group, as in torch before "
                 "2.13; pass it by its name: group="
             )
-        require_instance("submodule", submodule, nn.Module, "an nn.Module")
-        self.num_stages = count = require_whole("num_stages", num_stages, least=1, most=MOST_STAGES)
-        self.stage_index = require_whole("stage_index", stage_index, least=0, most=count - 1)
-        require_instance("group", group, (ProcessGroup, NoneType), "a process group")
+        check("submodule", submodule, nn.Module, "an nn.Module")
+        self.num_stages = count = check("num_stages", num_stages, int, least=1, most=MOST_STAGES)
+        self.stage_index = check("stage_index", stage_index, int, least=0, most=count - 1)
+        check("group", group, (ProcessGroup, NoneType), "a process group")
         for name, function in (("dw_builder", dw_builder), ("get_mesh", get_mesh)):
             if function is not None and not callable(function):
                 refuse(name, "a function", function)
@@ -89,7 +83,7 @@ class PipelineStage:
         self.group = group
         self.dw_builder = dw_builder
         self.get_mesh = get_mesh
-        self._ties = tuple(require_instances("ties", ties, Tie))
+        self._ties = tuple(check_list("ties", ties, Tie))
         self.expected_input = _signature(input_args)
         self.expected_output = _signature(output_args)
         self._trainable: list[nn.Parameter] | None = None

@@ -24,16 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from taktline import split
 from taktline.checkpoint.model_state import HeldModel, ModelState, Processes, uses_in
 from taktline.checkpoint.pretrained import conversions_of
-from taktline.checks import (
-    conform,
-    refuse,
-    require_callable,
-    require_flag,
-    require_instance,
-    require_iterable,
-    require_number,
-    require_whole,
-)
+from taktline.checks import check, check_callable, check_list, conform, refuse
 from taktline.device import require_usable_device
 from taktline.errors import MismatchError, PartitionError, ScheduleError, TaktlineError, text_of
 from taktline.plan import NamedSchedule, Plan, find, read
@@ -92,14 +83,14 @@ def _require_wrapper(name: str, value: Any) -> None:
 
 _FLAGS = ("dynamic_shapes", "cuda_graphs", "compile", "measure", "check_finite")
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
-    **dict.fromkeys(_FLAGS, require_flag),
-    **dict.fromkeys(("loss_fn", "prepare", "on_preempt"), require_callable),
+    **dict.fromkeys(_FLAGS, partial(check, kind=bool)),
+    **dict.fromkeys(("loss_fn", "prepare", "on_preempt"), check_callable),
     "model": _require_model,
-    "microbatches": partial(require_whole, least=1, error=ScheduleError),
-    "stages_per_rank": partial(require_whole, least=1, error=ScheduleError),
-    "report_stragglers": partial(require_whole, least=1),
-    "seed": require_whole,
-    "mesh": partial(require_instance, kind=DeviceMesh),
+    "microbatches": partial(check, kind=int, least=1, error=ScheduleError),
+    "stages_per_rank": partial(check, kind=int, least=1, error=ScheduleError),
+    "report_stragglers": partial(check, kind=int, least=1),
+    "seed": partial(check, kind=int),
+    "mesh": partial(check, kind=DeviceMesh),
     "state_dict": _require_state,
     "data_parallel": _require_wrapper,
 }
@@ -124,11 +115,11 @@ def checked(arguments: dict[str, Any]) -> SimpleNamespace:
         given.example = arguments_of(given.example)
     if given.cuts is not None:
         takes = "a list of names of submodules"
-        given.cuts = require_iterable("cuts", given.cuts, takes, PartitionError)
+        given.cuts = check_list("cuts", given.cuts, takes=takes, error=PartitionError)
     if given.device is not None:
         given.device = require_usable_device(given.device)
     if given.timeout is not None and not isinstance(given.timeout, timedelta):
-        given.timeout = timedelta(seconds=require_number("timeout", given.timeout, least=0.001))
+        given.timeout = timedelta(seconds=check("timeout", given.timeout, float, least=0.001))
     return given
 
 

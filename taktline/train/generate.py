@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from taktline.checkpoint.model_state import Processes
-from taktline.checks import refuse, require_instance, require_whole
+from taktline.checks import check, refuse
 from taktline.errors import ArgumentError, MismatchError, UseError
 from taktline.runtime.microbatch import describe
 from taktline.split.recorded_stage import model_of
@@ -39,10 +39,10 @@ class Request:
 
     def check(self, model: Any) -> None:
         """Raise if an argument is not valid, or the model cannot generate."""
-        ids, mask = require_instance("ids", self.ids, torch.Tensor), self.attention_mask
+        ids, mask = check("ids", self.ids, torch.Tensor), self.attention_mask
         if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
             refuse("ids", "a tensor [rows, length] of token ids", ids)
-        require_whole("max_new_tokens", self.max_new_tokens, least=1)
+        check("max_new_tokens", self.max_new_tokens, int, least=1)
         if model is not None and (model.config.is_encoder_decoder or not model.can_generate()):
             raise UseError(
                 f"{type(model).__name__} is not a causal language model, so it cannot generate "
@@ -50,7 +50,7 @@ class Request:
             )
         if mask is None:
             return
-        require_instance("attention_mask", mask, torch.Tensor)
+        check("attention_mask", mask, torch.Tensor)
         if mask.shape != ids.shape or not bool((mask[:, -1] != 0).all()):
             raise ArgumentError(
                 f"attention_mask must be {list(ids.shape)} as ids, with 0 for padding on the left "

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from taktline.checkpoint.model_state import ModelState, foremost, writers
-from taktline.checks import refuse, require_flag, require_instance, require_number
+from taktline.checks import check, refuse
 from taktline.errors import LossError, MismatchError, UseError
 from taktline.private import private
 from taktline.sharding import is_sharded, local
@@ -130,7 +130,7 @@ class Scaler(torch.amp.GradScaler):
 
 def scale(ranks: Ranks, scaler: torch.amp.GradScaler) -> float:
     """The factor by which a scaler multiplies the loss; raises if ranks could disagree on steps."""
-    require_instance("scaler", scaler, torch.amp.GradScaler)
+    check("scaler", scaler, torch.amp.GradScaler)
     if not isinstance(scaler, Scaler) and not ranks.in_one_process:
         raise MismatchError(
             "this scaler checks only the gradients of its own process, so that ranks may "
@@ -146,7 +146,7 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
     plain model. Then not even the last bit depends on how the model was cut.
     """
     if not (isinstance(norm_type, float) and norm_type == math.inf):
-        norm_type = require_number("norm_type", norm_type, least=0)
+        norm_type = check("norm_type", norm_type, float, least=0)
     if not norm_type:
         refuse("norm_type", "more than 0", norm_type)
     with built.everywhere("grad_norm()"):
@@ -211,8 +211,8 @@ def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[t
 def require_clip(max_norm: float, error_if_nonfinite: bool) -> None:
     """Raise unless the arguments of ``clip_grad_norm_`` are valid."""
     if not (isinstance(max_norm, float) and max_norm == math.inf):
-        require_number("max_norm", max_norm, least=0)
-    require_flag("error_if_nonfinite", error_if_nonfinite)
+        check("max_norm", max_norm, float, least=0)
+    check("error_if_nonfinite", error_if_nonfinite, bool)
 
 
 def clip(
@@ -285,8 +285,8 @@ def gathered_state(
 
 def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
     """Load the tensors of this process from a state of the whole model."""
-    require_instance("state_dict", state, Mapping, "a mapping from names to tensors")
-    require_flag("strict", strict)
+    check("state_dict", state, Mapping, "a mapping from names to tensors")
+    check("strict", strict, bool)
     known = _with_synonyms(model, state)
     if strict:
         held = own_state(model, with_rest=True)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from taktline.checkpoint import loading, pretrained, saving
 from taktline.checkpoint.loading import Loaded
 from taktline.checkpoint.saving import Training
-from taktline.checks import known_keywords, require_flag, require_number, require_whole
+from taktline.checks import check, known_keywords
 from taktline.errors import UseError
 from taktline.plan import Plan
 from taktline.runtime import Trace
@@ -271,7 +271,7 @@ class Pipeline:
         if self._loss_fn is None:
             target, options = with_own_loss(target, options)
         if tolerance is not None:
-            require_number("tolerance", tolerance, least=0)
+            check("tolerance", tolerance, float, least=0)
         with self._turn:
             return verify(self._built, model, (args, target, options), tolerance)
 
@@ -319,7 +319,7 @@ class Pipeline:
             every: the numbers are read after so many steps. Where ranks are processes, one of
                 these steps is traced to measure the bubble.
         """
-        require_whole("every", every, least=1)
+        check("every", every, int, least=1)
         return progress(self, batches, every, measured=not self._ranks.in_one_process)
 
     def metrics(self) -> dict[str, float]:
@@ -398,7 +398,7 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> Self:
         """Put the modules into training mode, or with False into that of evaluation."""
-        require_flag("mode", mode)
+        check("mode", mode, bool)
         for module in self.stages.values():
             module.train(mode)
         return self
@@ -417,7 +417,7 @@ class Pipeline:
                 returns all of them, on the CPU, and the others nothing. All processes call it.
         """
         model = self._built.model
-        if require_flag("gathered", gathered):
+        if check("gathered", gathered, bool):
             with self._built.everywhere("state_dict(gathered=True)"):
                 return gathered_state(model, self._ranks)
         return own_state(model, with_rest=0 in self._ranks.own)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from taktline.checks import launched, require_whole
+from taktline.checks import check, launched
 from taktline.device import gpu_for_each_process
 from taktline.errors import MismatchError, TaktlineError, TransportError
 from taktline.private import private
@@ -176,7 +176,7 @@ def find_ranks(
     ``default`` is how many there are in one process if ``ranks`` is None.
     """
     if ranks is not None:
-        ranks = require_whole("ranks", ranks, least=1, error=MismatchError)
+        ranks = check("ranks", ranks, int, least=1, error=MismatchError)
     if mesh is None and _world() == 1:
         if data_parallel is not None:
             raise MismatchError(

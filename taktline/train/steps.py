@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from taktline import pytree
-from taktline.checks import require_one_of
+from taktline.checks import check_one_of
 from taktline.errors import BatchError, ScheduleError
 from taktline.plan import Kind, Plan, Timeline, stragglers
 from taktline.runtime.schedule import Schedule
@@ -51,7 +51,7 @@ def run(
     return_outputs: Outputs,
 ) -> tuple[Any, torch.Tensor | None]:
     """Run a step or an eval; returns its output, and its loss, which is the same on all ranks."""
-    require_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
+    check_one_of("return_outputs", return_outputs, (True, False, "last"), error=BatchError)
     args, target, options = _on_device(batch, built.ranks.device)
     if built.plan.stages == 1:
         options = _without_cache(built, options)

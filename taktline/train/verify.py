@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from taktline import pytree
-from taktline.checks import Either, require_instance
+from taktline.checks import Either, check
 from taktline.device import keep_generators
 from taktline.errors import UseError
 from taktline.plan import Kind, Plan
@@ -144,7 +144,7 @@ def _forward_order(plan: Plan, stage: int) -> list[int]:
 
 def _copy_of(model: nn.Module, built: Built) -> nn.Module:
     """The plain model with the pipeline's values, on every rank."""
-    require_instance("model", model, nn.Module)
+    check("model", model, nn.Module)
     device, plain = built.ranks.device, copy.deepcopy(model)
     values = gathered_state(built.model, built.ranks, everywhere=True)
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

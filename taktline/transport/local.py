@@ -25,7 +25,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
-from taktline.checks import known_keywords, require_callable, require_flag, require_whole
+from taktline.checks import check, check_callable, known_keywords
 from taktline.errors import DeadlockError, TransportError
 from taktline.text import counted
 from taktline.transport.all_gather import Frame, agreed
@@ -58,7 +58,7 @@ def run(fn: Callable[[int, *Args], T], ranks: int, *args: *Args, strict: bool = 
     >>> run(share, 2, 10)
     [[[0, 0], [1, 10]], [[0, 0], [1, 10]]]
     """
-    require_callable("fn", fn)
+    check_callable("fn", fn)
     return _World(ranks, strict=strict).run(lambda rank: fn(rank, *args))
 
 
@@ -253,8 +253,8 @@ class _World:
 
     # Only the rank with the baton touches a world, so it needs no lock.
     def __init__(self, size: int, *, strict: bool) -> None:
-        size = require_whole("ranks", size, least=1, most=MOST_RANKS, error=TransportError)
-        require_flag("strict", strict)
+        size = check("ranks", size, int, least=1, most=MOST_RANKS, error=TransportError)
+        check("strict", strict, bool)
         refuse_inside()
         self.strict = strict
         self.thread_state = _ThreadState()

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.distributed import ProcessGroup
 
 from taktline import split
-from taktline.checks import require_instance
+from taktline.checks import check
 from taktline.compat.torch_pipelining import of_torch
 from taktline.compat.torch_pipelining._errors import as_in_torch
 from taktline.compat.torch_pipelining._flat_stages import FlatStage
@@ -116,8 +116,8 @@ def pipeline(
     for name in split_spec or ():
         attrgetter(name)(module)  # an AttributeError for a name that there is not, as in torch
     try:
-        require_instance("module", module, nn.Module, "an nn.Module", PartitionError)
-        require_instance("mb_args", mb_args, tuple, "a tuple of arguments", PartitionError)
+        check("module", module, nn.Module, "an nn.Module", error=PartitionError)
+        check("mb_args", mb_args, tuple, "a tuple of arguments", error=PartitionError)
         example = signature(module.forward).bind(*mb_args, **(mb_kwargs or {}))
         given = example.args, example.kwargs, split_spec, split_policy
         pipe = split.pipeline(module, *given)
