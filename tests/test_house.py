@@ -35,7 +35,7 @@ def test_a_circle_is_found() -> None:
 
 BUDGETS = {
     **{"plan": 3_660, "stage": 1_830, "transport": 3_885, "runtime": 6_230, "train": 3_500},
-    **{"checkpoint": 1_975, "render": 895, "cli": 1_545, "compat": 2_380, "split": 4_230},
+    **{"checkpoint": 1_951, "render": 895, "cli": 1_545, "compat": 2_380, "split": 4_230},
     "": 1_825,
 }
 """The most lines of each room, and of the files beside them; they may only become fewer."""

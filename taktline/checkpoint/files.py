@@ -11,14 +11,13 @@
         "aliases": {…}, "optimizers": […], "values": {…}}}
 
 Each process writes its part in the same form, without the first two lines of the content. A file
-of tensors is a header in JSON, then the bytes of each tensor. It is read through a memory map, so
-that a process never holds more of it than it uses.
+of tensors is a header in JSON, then the bytes of each tensor. They are written and read one by one,
+so that a process never holds more than one tensor beside its own.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import sys
 import zlib
@@ -29,6 +28,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from taktline.checkpoint.model_state import joined
@@ -118,7 +118,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     ordered = dict(sorted(tensors.items(), key=lambda each: -each[1].element_size()))
     header, end = {}, 0
     for name, tensor in ordered.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + tensor.nbytes
         kind, shape = _NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -164,11 +164,7 @@ class Region(NamedTuple):
         return Region(start, size) if min(size, default=1) > 0 else None
 
     def inside(self, other: Region) -> tuple[slice, ...]:
-        """The slices of this region in a tensor that covers another one.
-
-        >>> Region((2, 0), (2, 2)).inside(Region((2, 0), (4, 2)))
-        (slice(0, 2, None), slice(0, 2, None))
-        """
+        """The slices of this region in a tensor that covers another one."""
         starts = [mine - base for mine, base in zip(self.start, other.start, strict=True)]
         return tuple(slice(at, at + count) for at, count in zip(starts, self.size, strict=True))
 
@@ -179,12 +175,10 @@ def shard_of(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:
     if not is_sharded(tensor):
         return tensor, Region((0,) * tensor.dim(), tuple(tensor.shape))
     try:
-        chunks = tensor.__create_chunk_list__()
-    except RuntimeError as error:  # a part of a sum
+        (chunk,) = tensor.__create_chunk_list__()
+    except (RuntimeError, ValueError) as error:  # a part of a sum, or several parts
         raise CheckpointError(f"{name} cannot be saved or loaded in its layout: {error}") from error
-    if len(chunks) != 1:
-        raise CheckpointError(f"{name} has {len(chunks)} parts on this rank; only one can be saved")
-    return local(tensor), Region(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+    return local(tensor), Region(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 class _Stored(NamedTuple):
@@ -208,8 +202,6 @@ class TensorFile:
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
                 raise CheckpointError(f"{path} is not a safetensors file, or is truncated")
             header = read(file.read(length).rstrip(), {str: object}, what=f"the header of {path}")
-            # Copy on write: torch takes only memory that can be written.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         header.pop("__metadata__", None)
         entries = conform(header, {str: _HEADER}, what=f"the header of {path}")
         self.tensors: dict[str, _Stored] = {}
@@ -219,25 +211,22 @@ class TensorFile:
             if dtype is None:
                 kind = entry["dtype"][:40]
                 raise CheckpointError(f"{path}: {name} is of the unknown type {kind!r}")
-            if min(shape, default=0) < 0 or not 8 + length <= begin <= end <= size:
-                raise CheckpointError(f"{path}: {name} is not within the file; it is damaged")
-            if end - begin != prod(shape) * dtype.itemsize:
-                raise CheckpointError(
-                    f"{path} is damaged: the size of {name} does not fit its shape"
-                )
+            inside = min(shape, default=0) >= 0 and 8 + length <= begin and end <= size
+            if not inside or end - begin != prod(shape) * dtype.itemsize:
+                raise CheckpointError(f"{path} is damaged: {name} does not fit its shape and place")
             self.tensors[name] = _Stored(dtype, shape, begin, end)
 
     def view(self, name: str) -> torch.Tensor:
-        """A tensor in the memory of the map; its bytes are read when they are used."""
-        stored = self.tensors[name]
-        count = prod(stored.shape)
-        if not count:
-            return torch.empty(stored.shape, dtype=stored.dtype)
-        data, start = self._map, stored.begin
-        if start % stored.dtype.itemsize:  # files of other writers may be unaligned
-            data, start = bytearray(self._map[stored.begin : stored.end]), 0
-        flat = torch.frombuffer(data, dtype=stored.dtype, count=count, offset=start)
-        return flat.reshape(stored.shape)
+        """A tensor in a map of the file; its bytes are read when they are used."""
+        dtype, shape, begin, end = self.tensors[name]
+        if begin == end:
+            return torch.empty(shape, dtype=dtype)
+        with open_file(self.path) as file:
+            # Copy on write: torch takes only memory that can be written.
+            data = torch.from_numpy(np.memmap(file, np.uint8, "c", begin, (end - begin,)))
+        if begin % dtype.itemsize:  # files of other writers may be unaligned
+            data = data.clone()
+        return data.view(dtype).reshape(shape)
 
     def check(self, name: str, part: tuple[slice, ...]) -> None:
         """Raise unless the bytes from the first to the last element of a part are as written."""
@@ -246,27 +235,17 @@ class TensorFile:
         for each, size in zip(part, shape, strict=True):
             first, last = first * size + each.start, last * size + each.stop - 1
         begin, end = start + first * dtype.itemsize, start + (last + 1) * dtype.itemsize
-        if not prod(shape):
-            end = begin
-        with memoryview(self._map) as data:
-            for block in range(begin // _BLOCK, -(-end // _BLOCK)):
-                if block in self._checked:
-                    continue
-                found = zlib.crc32(data[block * _BLOCK : (block + 1) * _BLOCK])
+        blocks = range(begin // _BLOCK, -(-end // _BLOCK) if prod(shape) else 0)
+        with open_file(self.path) as file:
+            for block in (each for each in blocks if each not in self._checked):
+                file.seek(block * _BLOCK)
+                found = zlib.crc32(file.read(_BLOCK))
                 if f"{found:08x}" != self._checksums[8 * block : 8 * block + 8]:
                     raise CheckpointError(
                         f"{self.path} is damaged, somewhere in bytes {block * _BLOCK:,} to "
                         f"{(block + 1) * _BLOCK:,}, where {name} is; load an earlier save"
                     )
                 self._checked.add(block)
-        self.release(name)
-
-    def release(self, name: str) -> None:
-        """Free the memory of a tensor that was read."""
-        stored = self.tensors[name]
-        begin = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
-        if stored.end > begin and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, begin, stored.end - begin)
 
 
 class Entry(NamedTuple):
@@ -292,22 +271,9 @@ class Checkpoint:
         """All other values, packed."""
         self._listed: dict[str, dict[str, Any]] = content["files"]
         self._files: dict[str, TensorFile] = {}
-        self.tensors: dict[str, Entry] = {}
         for name, known in self._listed.items():
             _require_file(path / name, name, known["bytes"])
-        for name, entry in content["tensors"].items():
-            if entry["dtype"] not in DTYPES:
-                raise CheckpointError(f"{path}: {name} is of an unknown type")
-            pieces: list[tuple[str, Region]] = []
-            for piece in entry["pieces"]:
-                if piece["file"] not in self._listed:
-                    file = piece["file"][:40]
-                    raise CheckpointError(
-                        f"{path}: {name} is in {file!r}, which the manifest does not list"
-                    )
-                region = Region(tuple(piece["start"]), tuple(piece["size"]))
-                pieces.append((piece["file"], region))
-            self.tensors[name] = Entry(DTYPES[entry["dtype"]], tuple(entry["shape"]), pieces)
+        self.tensors = {name: _entry(entry) for name, entry in content["tensors"].items()}
 
     def _pieces(self, name: str, region: Region) -> Iterator[tuple[TensorFile, Region, Region]]:
         """The pieces of a tensor that meet a region: file, piece, and what both have in common."""
@@ -337,18 +303,26 @@ class Checkpoint:
         tensor, region = shard_of(tensor, name)
         for file, piece, common in self._pieces(name, region):
             tensor[common.inside(region)].copy_(file.view(name)[common.inside(piece)])
-            file.release(name)
 
     def value(self, name: str) -> Any:
         """A value that belongs neither to the model nor to an optimizer; None if there is none."""
 
         def fetch(part: str) -> torch.Tensor:
-            dtype, shape, _ = self.tensors[f"values/{part}"]
-            self.check(f"values/{part}", torch.empty(shape, dtype=dtype, device="meta"))
-            self.fill(f"values/{part}", tensor := torch.empty(shape, dtype=dtype))
+            name = f"values/{part}"
+            self.check(name, torch.empty(self.tensors[name].shape, device="meta"))
+            tensor = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
+            self.fill(name, tensor)
             return tensor
 
         return unpack(self.values.get(name), fetch)
+
+
+def _entry(entry: dict[str, Any]) -> Entry:
+    pieces = [
+        (piece["file"], Region(tuple(piece["start"]), tuple(piece["size"])))
+        for piece in entry["pieces"]
+    ]
+    return Entry(DTYPES[entry["dtype"]], tuple(entry["shape"]), pieces)
 
 
 def _content(path: Path) -> Any:

@@ -107,8 +107,8 @@ class ModelState:
     def held(self) -> list[Held]:
         """The parameters and persistent buffers of all stages here, by their names in the model.
 
-        The first stage stands for a tied weight. A buffer may be in several stages, too. Each
-        forward may change it, and that of the last stage comes last.
+        The first stage stands for a tied weight, and the last one for a buffer, since each forward
+        may change it.
         """
         return [
             Held(
@@ -151,20 +151,17 @@ class Processes:
 
     def attempt(self, do: Callable[[], Any], what: str) -> tuple[Any, TaktlineError | None]:
         """The result of a function, or the error of a disk or a user's code, with the rank."""
-        who = f"rank {self.place}: " if prod(self.sizes) > 1 else ""
         try:
             return do(), None
-        except TaktlineError as error:
-            text = text_of(error)
-            text = text if text.startswith("rank ") else f"{who}{text}"
-            found = CheckpointError(text) if isinstance(error, JsonError) else retold(error, text)
-            return None, found
         except Exception as error:
-            kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-            reason = getattr(error, "strerror", None) or text_of(error)
-            if file := getattr(error, "filename", None):
-                reason = f"{reason}: {file}"
-            found = CheckpointError(f"{who}cannot {what}: {kind}{reason}")
+            text = text_of(error)
+            if not isinstance(error, TaktlineError):
+                text = f"cannot {what}: {type(error).__name__}: {text}"
+            if prod(self.sizes) > 1 and not text.startswith("rank "):
+                text = f"rank {self.place}: {text}"
+            if isinstance(error, TaktlineError) and not isinstance(error, JsonError):
+                return None, retold(error, text)
+            found = CheckpointError(text)
             found.__cause__ = error
             return None, found
 

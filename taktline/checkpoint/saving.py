@@ -60,7 +60,7 @@ from taktline.transport.distributed import Distributed
 
 LOCK = ".lock"
 _SAVE = re.compile(r"(\d{6,})-step-\d+")
-_UNFINISHED = re.compile(r"\.\d{6,}-step-\d+\.(saving|removing)")
+_UNFINISHED = re.compile(r"\.\d{6,}-step-\d+\.saving")
 _NOT_OPTIONS = ("params", "param_names")
 _PAUSE = 0.02
 """Seconds between two looks into the folder."""
@@ -247,23 +247,24 @@ def describe(
             what = f"{prefix}/{name}/{key}"
             if not isinstance(value, torch.Tensor):
                 rest[str(key)] = _without_tensors(value, what)
-            elif is_sharded(parameter) and not is_sharded(value) and value.numel() > 1:
+                continue
+            if is_sharded(parameter) and not is_sharded(value) and value.numel() > 1:
                 raise CheckpointError(
-                    f"{what} is a plain tensor of shape {list(value.shape)} beside a parameter in "
-                    "shards, so it is unknown which part of the whole it is; use an optimizer "
-                    "whose state is sharded as its parameters are"
+                    f"{what} is a plain tensor of shape {list(value.shape)}, and its parameter is "
+                    "in shards; use an optimizer whose state is in shards, too"
                 )
-            else:
-                tensors[what] = value
-    groups: list[dict[str, Any]] = []
-    for group in plain["param_groups"]:
-        options = {
-            key: _without_tensors(value, f"{prefix}.{key}")
-            for key, value in group.items()
-            if key not in _NOT_OPTIONS
+            tensors[what] = value
+    groups = [
+        {
+            "names": [parameters[number][0] for number in group["params"]],
+            "options": {
+                key: _without_tensors(value, f"{prefix}.{key}")
+                for key, value in group.items()
+                if key not in _NOT_OPTIONS
+            },
         }
-        own = [parameters[number][0] for number in group["params"]]
-        groups.append({"names": own, "options": options})
+        for group in plain["param_groups"]
+    ]
     return {"class": kind_of(optimizer), "groups": groups, "state": state}
 
 
@@ -297,6 +298,7 @@ class Saving:
 
         Returns of each tensor what it is a shard of, and where; and its priority among processes.
         """
+        first = not self.processes.place
         wait(self.home, self.processes.place)
         if model.schedule is not None and model.schedule._runner.awaits_update():
             raise CheckpointError(
@@ -305,6 +307,7 @@ class Saving:
                 "optimizer.step(), or call zero_grad() before"
             )
         names, states, own = model.parameter_names(), dict[str, Any](), dict[str, Any]()
+        values = _values(model, training).items()
         self._part = {
             "files": {},
             "tensors": {},
@@ -313,28 +316,28 @@ class Saving:
                 describe(optimizer, names, f"optimizer/{index}", states)
                 for index, optimizer in enumerate(training.optimizers)
             ],
-            "values": {
-                name: packed(value, name, own) for name, value in _values(model, training).items()
-            },
+            "values": {name: packed(value, name, own) for name, value in values},
         }
-        rest = [] if self.processes.place else [Held(*each) for each in model.state.rest.items()]
+        rest = [Held(*each) for each in model.state.rest.items()] if first else []
         held = foremost((*rest, *model.held)).values()
         tensors = [(f"model/{name}", value, priority) for name, value, priority in held]
         tensors += [(name, value, 0) for name, value in states.items()]
         tensors += [(f"values/{name}", value, 0) for name, value in own.items()]
-        shards: list[tuple[str, int]] = []
-        for name, whole, priority in tensors:
-            tensor, region = shard_of(whole, name)
-            require_writable(tensor, name)
-            if tensor.numel() or 0 in whole.shape:
-                piece = {"file": self._file, "start": region.start, "size": region.size}
-                kind, shape = name_of(tensor.dtype), list(whole.shape)
-                self._part["tensors"][name] = {"dtype": kind, "shape": shape, "pieces": [piece]}
-                self._tensors[name] = tensor
-                shards.append((f"{name} {region.start}", priority))
-        if not self.processes.place:
+        shards = [shard for each in tensors if (shard := self._add(*each)) is not None]
+        if first:
             self._make_folder()
         return shards, self.final.name
+
+    def _add(self, name: str, whole: torch.Tensor, priority: int) -> tuple[str, int] | None:
+        """Add the shard of a tensor, unless it is empty."""
+        tensor, region = shard_of(whole, name)
+        require_writable(tensor, name)
+        if not tensor.numel() and 0 not in whole.shape:
+            return None
+        piece = {"file": self._file, "start": region.start, "size": region.size}
+        entry = {"dtype": name_of(tensor.dtype), "shape": list(whole.shape), "pieces": [piece]}
+        self._tensors[name], self._part["tensors"][name] = tensor, entry
+        return f"{name} {region.start}", priority
 
     def _make_folder(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
@@ -399,14 +402,8 @@ class Saving:
         sync(self.unfinished)
         self.unfinished.rename(self.final)
         sync(self.home)
-        whole = 0
-        for save in saves(self.home) if self._keep is not None else ():
-            if whole < (self._keep or 0):  # saves that are not whole do not count
-                whole += _is_whole(save)
-            else:
-                removing = save.with_name(f".{save.name}.removing")
-                save.rename(removing)  # so that no part of a save looks like a save
-                shutil.rmtree(removing, ignore_errors=True)
+        if self._keep is not None:
+            _remove_old(self.home, self._keep)
         self.clear()
 
     def clear(self) -> None:
@@ -435,9 +432,7 @@ class Saving:
 
     def _run(self) -> None:
         self.write()
-        if self.processes.place:
-            return
-        missing = self._notes
+        missing = [] if self.processes.place else self._notes
         while missing := [note for note in missing if not note.exists()]:
             for note in self.unfinished.glob("*.failed"):
                 raise CheckpointError(note.read_text(errors="replace"))
@@ -446,6 +441,20 @@ class Saving:
                     raise CheckpointError(f"the connection was lost before {self.final}")
             time.sleep(_PAUSE)
         self.finish()
+
+
+def _remove_old(folder: Path, keep: int) -> None:
+    """Remove all saves that are older than the newest ones; those that are not whole do not count.
+
+    A manifest goes first, so that no part of a save looks like a save.
+    """
+    whole = 0
+    for save in saves(folder):
+        if whole < keep:
+            whole += _is_whole(save)
+        else:
+            (save / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(save, ignore_errors=True)
 
 
 def _values(model: HeldModel, training: Training) -> dict[str, Any]:

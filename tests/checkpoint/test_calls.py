@@ -81,19 +81,6 @@ def test_different_calls(workers: Workers, tmp_path: Path, shape: Any, way: str 
                 assert name in text
 
 
-def at_first(rank: int, group: Any, runs: str) -> str:
-    """The last rank makes another call; only a step finds out which replicas work together."""
-    training = Training(pipeline(2, mesh=mesh_of(group, (2, 2)), data_parallel="fsdp", timeout=20))
-    with pytest.raises(tl.TaktlineError) as caught:
-        calls(training, runs)["load()" if rank == 3 else "save()"]()
-    return str(caught.value)
-
-
-def test_different_calls_before_the_first_step(workers: Workers, tmp_path: Path) -> None:
-    for text in workers.run(at_first, str(tmp_path), ranks=4):
-        assert text.startswith("the ranks disagree on the call: save() on rank 0; load() on rank 1")
-
-
 def alone(rank: int, group: Any, runs: str, what: str) -> None:
     """The first rank calls, and the other one has nothing more to do."""
     # No step before: on a busy machine, the first one may take longer than a short timeout.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -56,7 +60,7 @@ def test_the_latest_one_that_is_whole(tmp_path: Path) -> None:
     file = second / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert latest(tmp_path) == first
-    with pytest.raises(CheckpointError, match=r"cannot read .*000003-step-0: No such file"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*000003-step-0: FileNotFoundError"):
         training.load(third)
     (tmp_path / ".000009-step-4.saving").mkdir()
     (tmp_path / "mine").mkdir()
@@ -77,7 +81,7 @@ def test_other_programs_read_the_files(tmp_path: Path) -> None:
 def test_a_full_disk(tmp_path: Path) -> None:
     training = Training(pipeline(2, ranks=2))
     saved = training.save(tmp_path)
-    with full_disk(), pytest.raises(CheckpointError, match=r"cannot write .*: File too large"):
+    with full_disk(), pytest.raises(CheckpointError, match=r"cannot write .*File too large"):
         training.save(tmp_path)
     assert names(tmp_path) == [saved.name]
     assert training.load(tmp_path).path == saved
@@ -85,7 +89,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_read_only_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot save to .*runs: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"cannot save to .*runs: NotADirectoryError"):
         pipeline(2, ranks=2).save(tmp_path / "file" / "runs")
 
 
@@ -159,3 +163,91 @@ def test_what_fails_on_one_rank(workers: Workers, tmp_path: Path, what: str) -> 
         assert names(tmp_path / "0") == []
     else:
         assert names(tmp_path) == ["000001-step-0"], "the one before stays"
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from taktline.checkpoint.saving import lock
+held = lock(Path(sys.argv[1]))
+Path(sys.argv[1], ".000002-step-7.saving").mkdir()
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+def another_job(folder: Path) -> subprocess.Popen[str]:
+    """A process that is in the middle of a save."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "holds\n"
+    return job
+
+
+def test_another_job_is_named_until_it_has_ended(tmp_path: Path) -> None:
+    training = Training(pipeline(2, ranks=2))
+    saved = training.save(tmp_path)
+    job = another_job(tmp_path)
+    try:
+        text = rf"another job is saving to .*: process {job.pid} on \S+.*, since \d"
+        for asynchronous in (False, True):
+            with pytest.raises(CheckpointError, match=text):
+                training.save(tmp_path, async_save=asynchronous)
+        assert (tmp_path / ".000002-step-7.saving").is_dir(), "its save is still there"
+        assert training.load(tmp_path).path == saved, "a load is not in its way"
+    finally:
+        job.send_signal(signal.SIGKILL)
+        job.communicate()
+    # Whatever has ended it, its lock has ended, too.
+    assert (tmp_path / LOCK).exists()
+    second = training.save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [LOCK, saved.name, second.name]
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(saving.fcntl, "flock", flock)
+    saved = Training(pipeline(2, ranks=2)).save(tmp_path)
+    assert saved.is_dir()
+    assert "cannot be locked: No locks available" in caplog.text
+
+
+def test_the_lock_is_released_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(pipeline(2, ranks=2))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("taktline.checkpoint.saving.write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.save(tmp_path)
+    assert os.listdir(tmp_path) == [LOCK]
+    training.save(tmp_path)
+
+
+def refused(rank: int, group: Any, folder: str) -> str:
+    training = Training(pipeline(2, mesh=mesh_of(group, None), timeout=20))
+    with pytest.raises(CheckpointError) as caught:
+        training.save(folder)
+    assert training.pipe.grad_norm() >= 0  # pyright: ignore
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_all_ranks_name_the_other_job(workers: Workers, tmp_path: Path) -> None:
+    job = another_job(tmp_path)
+    try:
+        told = workers.run(refused, str(tmp_path))
+    finally:
+        job.kill()
+        job.communicate()
+    assert told[0] == told[1]
+    assert told[0].startswith(f"rank 0: another job is saving to {tmp_path}: process {job.pid} on")

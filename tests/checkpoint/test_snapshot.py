@@ -40,15 +40,6 @@ def late() -> Iterator[None]:
         yield
 
 
-def pipe_of(*layers: nn.Module) -> Any:
-    return tl.Pipeline(list(layers), microbatches=2, loss_fn=nn.functional.mse_loss, ranks=2)
-
-
-def saved_model(folder: Path, like: Any) -> dict[str, Tensor]:
-    like.load(folder)
-    return state_of(like)
-
-
 def state_of(pipe: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in pipe.state_dict().items()}
 
@@ -61,30 +52,21 @@ def test_steps_and_the_optimizer(tmp_path: Path) -> None:
     training = Training(pipeline(2, ranks=2))
     training.run(1)
     expected = list(training.state())
-    training.save(tmp_path, async_save=True)
+    mine = torch.ones(1000)
+    training.save(tmp_path, extra={"mine": mine}, async_save=True)
     training.run(2)
+    mine.zero_()
     again = Training(pipeline(2, ranks=2))
-    again.load(tmp_path)
+    assert again.load(tmp_path).extra["mine"].sum() == 1000
     assert len(expected) > 20
     assert all(map(torch.equal, again.state(), expected))
 
 
-def test_other_changes(tmp_path: Path) -> None:
-    pipe = pipe_of(nn.Linear(40, 40), nn.BatchNorm1d(40))
-    before = pipe.save(tmp_path / "before")
-    pipe.load_state_dict({name: value + 1 for name, value in pipe.state_dict().items()})
-    expected, mine = state_of(pipe), torch.ones(1000)
-    saved = pipe.save(tmp_path, extra={"mine": mine}, async_save=True)
-    dict(pipe.named_parameters())["0.weight"].detach().numpy()[:] = 3
-    dict(pipe.named_buffers())["1.running_mean"].add_(1)
-    mine.zero_()
-    pipe.load(before)
-    assert pipe.load(saved).extra["mine"].sum() == 1000, "a load of that save waits for it, too"
-    assert same(expected, state_of(pipe))
-
-
 def test_a_save_that_fails_holds_up_nobody(tmp_path: Path) -> None:
-    pipe, x = pipe_of(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(4, 4)
+    pipe: Any = tl.Pipeline(
+        [nn.Linear(4, 4)], microbatches=2, loss_fn=nn.functional.mse_loss, ranks=1
+    )
+    x = torch.ones(4, 4)
     optimizer = torch.optim.SGD(pipe.parameters())
     saved = pipe.save(tmp_path, optimizer, async_save=True)
     shutil.rmtree(tmp_path / f".{saved.name}.saving")
@@ -116,7 +98,8 @@ def test_on_a_gpu(tmp_path: Path) -> None:
             optimizer.step()
         saving.wait(tmp_path)
         assert not same(expected, state_of(pipe))
-        assert same(expected, saved_model(tmp_path, pipe))
+        pipe.load(tmp_path)
+        assert same(expected, state_of(pipe))
 
 
 def in_shards(rank: int, group: Any, runs: str) -> bool:
