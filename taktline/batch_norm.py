@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from taktline.side_values import current_aside, uncompiled
+from taktline.side_values import side_values, uncompiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class DeferredBatchNorm(nn.BatchNorm1d):
 
 @uncompiled
 def _observe(norm: DeferredBatchNorm, input: torch.Tensor) -> None:
-    current_aside().observe(norm, Statistics.of(input))
+    side_values().observe(norm, Statistics.of(input))
 
 
 def update_all(forwards: Iterable[Sequence[tuple[DeferredBatchNorm, Statistics]]]) -> None:

@@ -1,6 +1,6 @@
 """The values of a forward beside its output: skip connections, losses, and statistics.
 
-A pipeline opens an :class:`Aside` around each forward of a stage, and again around its backward,
+A pipeline opens :class:`SideValues` around each forward of a stage, and again around its backward,
 where checkpointed blocks run a second time and must not add their values again.
 """
 
@@ -32,8 +32,8 @@ class Skip:
     """Whether a stage has got it."""
 
 
-class Aside:
-    """The side values of one forward of a stage."""
+class SideValues:
+    """The side values of one forward of a stage, while it is open as a context."""
 
     __slots__ = ("_outer", "_replaced", "got", "losses", "observed", "replays", "skips", "stage")
 
@@ -47,12 +47,12 @@ class Aside:
         self.replays = False  # whether blocks run a second time: then values can only be got
 
     def __enter__(self) -> Self:
-        self._outer = _here.aside, _here.losses
-        _here.aside, _here.losses = self, None
+        self._outer = _here.values, _here.losses
+        _here.values, _here.losses = self, None
         return self
 
     def __exit__(self, *_: object) -> None:
-        _here.aside, _here.losses = self._outer
+        _here.values, _here.losses = self._outer
 
     @property
     def used(self) -> bool:
@@ -114,32 +114,29 @@ class Aside:
         return ", ".join(f"{name!r} (put by stage {stage})" for name, stage in lost)
 
 
-class Replay(Aside):
-    """For several stages whose blocks run a second time; ``running`` returns the current Aside."""
+class Replay(SideValues):
+    """Of several stages whose blocks run a second time; ``running`` returns those of one."""
 
-    def __init__(self, running: Callable[[], Aside]) -> None:
+    def __init__(self, running: Callable[[], SideValues]) -> None:
         super().__init__(0, {})
         self.replays = True
         self._running = running
 
     def get(self, name: str) -> torch.Tensor:
-        """A value that was put before."""
         return self._running().get(name)
 
 
-class _Outside(Aside):
-    """The side values outside of a pipeline, where forwards have no beginning and end."""
+class _Outside(SideValues):
+    """Those outside of a pipeline, where forwards have no beginning and end."""
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Keep a value until another one is put under its name."""
         self.skips[name] = Skip(value, self.stage)
 
     def observe(self, module: Any, statistics: Any) -> None:
-        """Update the module at once: a forward has the whole batch."""
-        module.update([statistics])
+        module.update([statistics])  # a forward has the whole batch
 
     def add(self, loss: torch.Tensor) -> None:
-        """Drop the loss, as nothing collects it."""
+        pass  # nothing collects it
 
     def _missing(self, name: str) -> str:
         there = ", ".join(map(repr, self.skips)) or "nothing"
@@ -151,18 +148,18 @@ _outside = _Outside(0, {})
 
 
 class _Here(local):
-    """The Aside that is open on this thread, and the list that collects losses, if there is one."""
+    """What is open on this thread, and the list that collects losses, if there is one."""
 
-    aside: Aside = _outside
+    values: SideValues = _outside
     losses: list[torch.Tensor] | None = None
 
 
 _here = _Here()
 
 
-def current_aside() -> Aside:
-    """The aside of the forward that is running."""
-    return _here.aside
+def side_values() -> SideValues:
+    """Those of the forward that is running."""
+    return _here.values
 
 
 def uncompiled(function: _Function) -> _Function:
@@ -197,17 +194,17 @@ class skip:
     @uncompiled
     def put(name: str, value: torch.Tensor) -> None:
         """Put a value under a name, for this stage and later ones."""
-        check("the name of a skip", name, str, "a text", error=SkipError)
+        check("the name of a skip", name, str, error=SkipError)
         if not isinstance(value, torch.Tensor):
             raise SkipError(f"skip.put({name!r}, …) takes a tensor, not {type(value).__name__}")
-        current_aside().put(name, value)
+        _here.values.put(name, value)
 
     @staticmethod
     @uncompiled
     def get(name: str) -> torch.Tensor:
         """The value that was put under a name; any number of stages may get it."""
-        check("the name of a skip", name, str, "a text", error=SkipError)
-        return current_aside().get(name)
+        check("the name of a skip", name, str, error=SkipError)
+        return _here.values.get(name)
 
 
 @uncompiled
@@ -229,14 +226,14 @@ def add_loss(loss: torch.Tensor) -> None:
     >>> len(losses)
     1
     """
-    require_number(loss, "add_loss takes")
+    check_loss(loss, "add_loss takes")
     if _here.losses is None:
-        current_aside().add(loss)
+        _here.values.add(loss)
     else:
         _here.losses.append(loss)
 
 
-def require_number(loss: object, demand: str) -> None:
+def check_loss(loss: object, demand: str) -> None:
     """Raise unless a loss is one real number."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = type(loss).__name__
@@ -290,7 +287,7 @@ def _unflattened(parts: Iterable[Any], named: Sequence[Sequence[Any]]) -> Bundle
 pytree.register_own(Bundle, _flattened, _unflattened)
 
 
-def handed_on(
+def with_skips(
     arguments: Sequence[Any],
     skips: Mapping[str, Skip],
     routes: Mapping[str, int] | None,
@@ -300,13 +297,11 @@ def handed_on(
 
     ``routes`` has the last stage that gets each skip; None if that is unknown.
     """
-    later = {
-        name: skip for name, skip in skips.items() if routes is None or routes.get(name, -1) > stage
-    }
+    later = {n: skip for n, skip in skips.items() if routes is None or routes.get(n, -1) > stage}
     return (Bundle(tuple(arguments), later),) if later else arguments
 
 
-def opened(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Skip]]:
+def without_skips(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Skip]]:
     """The arguments and the skips that a stage has received."""
     if len(arguments) == 1 and isinstance(arguments[0], Bundle):
         return arguments[0].arguments, arguments[0].skips

@@ -37,7 +37,7 @@ from taktline.runtime.stage_actions import (
     Work,
     uncast,
 )
-from taktline.side_values import Aside, Replay, opened
+from taktline.side_values import Replay, SideValues, without_skips
 from taktline.stage import PipelineStage
 from taktline.stage.autograd_engine import accumulate
 from taktline.stage.grad_sync import GradSync
@@ -419,31 +419,33 @@ class _Backward:
         self._device = device
         self._roots: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor] = []
-        self._asides: dict[int, Aside] = {}
+        self._side_values: dict[int, SideValues] = {}
         self._hooks = [torch.empty(0) for _ in range(last + 1)]
         """Each carries one hook for many nodes of a stage."""
         for stage, hooks in enumerate(self._hooks):
             hooks._backward_hooks = {0: partial(self._come, stage)}
 
-    def keep(self, stage: int, results: Sequence[Any], own: OwnLosses, aside: Aside | None) -> None:
+    def keep(
+        self, stage: int, results: Sequence[Any], own: OwnLosses, side: SideValues | None
+    ) -> None:
         """Keep the results of a forward for the backward."""
-        self._mark(stage, opened(results)[0])
+        self._mark(stage, without_skips(results)[0])
         for loss, gradient in zip(*own, strict=True):
             if gradient is not None:
                 self._roots.append(loss)
                 self._gradients.append(gradient)
-        if aside is not None:
-            self._mark(stage, [skip.value for skip in aside.skips.values() if skip.stage == stage])
-            self._mark(stage, aside.losses)
-            aside.replays = True
-            self._asides[stage] = aside
+        if side is not None:
+            self._mark(stage, [skip.value for skip in side.skips.values() if skip.stage == stage])
+            self._mark(stage, side.losses)
+            side.replays = True
+            self._side_values[stage] = side
 
     def run(self) -> None:
         """Add up the gradients of all stages."""
-        roots, gradients, asides = self._roots, self._gradients, self._asides
-        self._roots, self._gradients, self._asides, self.stage = [], [], {}, self._last
-        if asides:
-            with Replay(lambda: asides.get(self.stage) or Aside(self.stage, {})):
+        roots, gradients, side_values = self._roots, self._gradients, self._side_values
+        self._roots, self._gradients, self._side_values, self.stage = [], [], {}, self._last
+        if side_values:
+            with Replay(lambda: side_values.get(self.stage) or SideValues(self.stage, {})):
                 uncast(self._device, accumulate, roots, gradients)
         elif roots:
             uncast(self._device, accumulate, roots, gradients)

@@ -247,7 +247,8 @@ class Runner:
             self._failed = False
             if call.trains:
                 self.stepped_at, self.unreduced = updates.now(), self._ties.accumulating
-        update_all(feed.observed)
+        if feed.observed:
+            update_all(feed.observed)
         if call.losses is not None and feed.losses:
             call.losses[:] = listed(feed.losses, feed.microbatches)
         if call.aux_losses is not None and feed.aux_losses:

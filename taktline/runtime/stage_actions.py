@@ -14,7 +14,7 @@ from taktline.meta import Signature, as_arguments, flatten
 from taktline.plan import Plan
 from taktline.runtime.random_numbers import LOSS, Drawing, seeded
 from taktline.sharding import is_sharded, local, root_gradient
-from taktline.side_values import Aside, handed_on, opened, require_number
+from taktline.side_values import SideValues, check_loss, with_skips, without_skips
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.transport import Transport
@@ -27,11 +27,11 @@ OwnLosses: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | Non
 
 _NO_LOSS: OwnLosses = ((), ())
 
-Keep: TypeAlias = Callable[[int, Sequence[Any], OwnLosses, Aside | None], None]
+Keep: TypeAlias = Callable[[int, Sequence[Any], OwnLosses, SideValues | None], None]
 """Keeps the stage, results, own losses and side values of a forward, for one backward of all
 stages."""
 
-_Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], Aside | None]
+_Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], SideValues | None]
 """The values of a forward that its backward needs: root gradients of own losses, side values."""
 
 _NOT_KEPT: _Kept = ((), None)
@@ -127,8 +127,8 @@ def _without(signature: Signature, routes: Mapping[str, int], stage: int) -> Sig
     """The signature of a stage's output, without skips that no later stage gets."""
     if signature.spec is None:
         return signature
-    arguments, skips = opened(pytree.tree_unflatten(signature.leaves, signature.spec))
-    leaves, spec = flatten(handed_on(arguments, skips, routes, stage))
+    arguments, skips = without_skips(pytree.tree_unflatten(signature.leaves, signature.spec))
+    leaves, spec = flatten(with_skips(arguments, skips, routes, stage))
     return Signature(tuple(leaves), spec)
 
 
@@ -215,48 +215,48 @@ class Work:
         """Called whenever the values of an action have arrived, while there is a trace."""
         self.got: set[str] = set()
         """The names of the skips that the stage has got so far."""
-        self._blank = Aside(self._index, {})
+        self._blank = SideValues(self._index, {})
         """The side values of the next forward; replaced once a forward has used it."""
         self._kept = [_NOT_KEPT] * binding.plan.microbatches
         """For each micro-batch, from F to B or I."""
 
     def forward(self, microbatch: int) -> None:
         """F."""
-        aside, inputs, ports = self._blank, (), self.ports
+        side, inputs, ports = self._blank, (), self.ports
         if ports.activations_in is None:
             arguments = self._feed.arguments[microbatch]
         else:
             inputs, spec = ports.activations_in.take(microbatch)
             if self.arrived is not None:
                 self.arrived()
-            arguments, skips = opened(
+            arguments, skips = without_skips(
                 inputs if spec is None else pytree.tree_unflatten(inputs, spec)
             )
-            aside = Aside(self._index, skips) if skips else aside
+            side = SideValues(self._index, skips) if skips else side
         if self._checks:
             _check(self._stage.expected_input, arguments, "input", "input_args")
-        with aside:
+        with side:
             output = self._call(microbatch, arguments)
         if self._binding.check_finite:
-            self._require_finite(microbatch, arguments, output, aside)
+            self._require_finite(microbatch, arguments, output, side)
         if self._checks:
             _check(self._stage.expected_output, as_arguments(output), "output", "output_args")
-        used = aside.used
-        if used and aside is self._blank:
-            self._blank = Aside(self._index, {})
+        used = side.used
+        if used and side is self._blank:
+            self._blank = SideValues(self._index, {})
         own, results = _NO_LOSS, ()
         if ports.activations_out is None:
-            own = self._finish(microbatch, output, aside)
+            own = self._finish(microbatch, output, side)
         else:
-            results, spec = self._handed_on(output, aside)
+            results, spec = self._handed_on(output, side)
             ports.activations_out.give(microbatch, results, spec)
         if used:
-            own = self._note(microbatch, aside, own)
+            own = self._note(microbatch, side, own)
         if self._joined is not None:
-            self._joined(self._index, results, own, aside if used else None)
+            self._joined(self._index, results, own, side if used else None)
         elif self._binding.trains:
             losses, gradients = own
-            self._kept[microbatch] = gradients, aside if used else None
+            self._kept[microbatch] = gradients, side if used else None
             roots = [*_differentiable(results), *losses]
             self._stage.keep(microbatch, _differentiable(inputs), roots)
 
@@ -280,27 +280,27 @@ class Work:
             return self._stage.submod(*arguments, **keywords)
 
     def _require_finite(
-        self, microbatch: int, arguments: Sequence[Any], output: Any, aside: Aside
+        self, microbatch: int, arguments: Sequence[Any], output: Any, side: SideValues
     ) -> None:
         given = arguments, self._feed.keywords[microbatch]
-        values = [skip.value for skip in aside.skips.values() if skip.stage == self._index]
+        values = [skip.value for skip in side.skips.values() if skip.stage == self._index]
         if self.ports.activations_out is not None or self._feed.targets is None:
             values.append(output)  # otherwise its loss is checked
         _require_finite("the output", values, self._stage, given, infinite=True)
-        _require_finite("the loss", aside.losses, self._stage, given)
+        _require_finite("the loss", side.losses, self._stage, given)
 
-    def _handed_on(self, output: Any, aside: Aside) -> Values:
+    def _handed_on(self, output: Any, side: SideValues) -> Values:
         """The values for the next stage: the output, and skips that later stages get."""
         values = as_arguments(output)
-        if aside.skips:
-            values = handed_on(values, aside.skips, self._routes, self._index)
+        if side.skips:
+            values = with_skips(values, side.skips, self._routes, self._index)
         return flatten(values) if self._joined is None else (values, None)
 
-    def _finish(self, microbatch: int, output: Any, aside: Aside) -> OwnLosses:
+    def _finish(self, microbatch: int, output: Any, side: SideValues) -> OwnLosses:
         """Keep the output if wanted, and compute the loss with its root gradient."""
         feed, loss_fn = self._feed, self._binding.loss_fn
-        if aside.skips:
-            aside.finish()
+        if side.skips:
+            side.finish()
         if feed.outputs is not None:
             feed.outputs[microbatch] = pytree.tree_map_only(
                 torch.Tensor, torch.Tensor.detach, output
@@ -313,7 +313,7 @@ class Work:
         else:
             with seeded((seed, feed.number, LOSS, microbatch), self._stage.device):
                 loss = loss_fn(output, target, **feed.loss_keywords)
-        require_number(loss, "loss_fn must return")
+        check_loss(loss, "loss_fn must return")
         scale = feed.scale if feed.scales is None else feed.scales[microbatch]
         if self._binding.check_finite and scale:
             _require_finite("the loss", loss, self._stage, (output, target))
@@ -328,20 +328,20 @@ class Work:
             )
         return (loss,), (self._root_gradient(loss, scale, (0, microbatch)),)
 
-    def _note(self, microbatch: int, aside: Aside, own: OwnLosses) -> OwnLosses:
+    def _note(self, microbatch: int, side: SideValues, own: OwnLosses) -> OwnLosses:
         """Collect the side values of a forward; returns the losses with the added ones."""
         feed = self._feed
-        if aside.observed:
-            feed.observed.append(aside.observed)
-        self.got |= aside.got
-        if not aside.losses:
+        if side.observed:
+            feed.observed.append(side.observed)
+        self.got |= side.got
+        if not side.losses:
             return own
         total = feed.aux_losses.get(microbatch)
-        for loss in aside.losses:
+        for loss in side.losses:
             total = _value(loss) if total is None else total + _value(loss)
             feed.aux_losses[microbatch] = total
         scale = feed.scale if feed.row_scales is None else feed.row_scales[microbatch]
-        added = [loss for loss in aside.losses if loss.requires_grad]
+        added = [loss for loss in side.losses if loss.requires_grad]
         losses, gradients = own
         roots = (self._root_gradient(x, scale, (1, microbatch)) for x in added)
         return (*losses, *added), (*gradients, *roots)
@@ -358,7 +358,7 @@ class Work:
         )
 
     def _backward(self, microbatch: int, run: Callable[..., list[torch.Tensor | None]]) -> None:
-        gradients, aside = self._kept[microbatch]
+        gradients, side = self._kept[microbatch]
         self._kept[microbatch] = _NOT_KEPT
         ports = self.ports
         if ports.gradients_in is not None:
@@ -368,11 +368,11 @@ class Work:
             gradients = [*found, *gradients] if gradients else found
             # A gradient shows that the activations of its micro-batch have arrived.
             ports.activations_out.settle(microbatch)
-        if aside is None:
+        if side is None:
             found = run(microbatch, gradients)
         else:
-            aside.replays = True
-            with aside:
+            side.replays = True
+            with side:
                 found = run(microbatch, gradients)
         if ports.gradients_out is not None:
             ports.gradients_out.give(microbatch, found, None)

@@ -17,7 +17,7 @@ from taktline import pytree
 from taktline.device import keep_generators
 from taktline.errors import PartitionError, text_of
 from taktline.private import private
-from taktline.side_values import Aside
+from taktline.side_values import SideValues
 from taktline.split.arguments import Call, tensors_in
 from taktline.split.cut import Cut
 
@@ -130,10 +130,10 @@ def measure_times(
     device = device or (torch.device("cpu") if here.type == "meta" else here)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda part: part.to(here), call)
     times: dict[Cut, float] = {}
-    aside = Aside(0, {})
+    side = SideValues(0, {})
 
     def run(name: str, *args: Any, **kwargs: Any) -> Any:
-        took, output = _time(whole.get_submodule(name), (args, kwargs), device, aside)
+        took, output = _time(whole.get_submodule(name), (args, kwargs), device, side)
         times[Cut(name, sum(cut.unit == name for cut in times))] = took
         return pytree.tree_map_only(torch.Tensor, lambda part: part.detach().to(here), output)
 
@@ -142,7 +142,7 @@ def measure_times(
         whole = copy.deepcopy(model, {id(part): part for part in model.parameters()})
         for name in units:
             vars(whole.get_submodule(name))["forward"] = partial(run, name)
-        with keep_generators([here, device]), torch.no_grad(), aside:
+        with keep_generators([here, device]), torch.no_grad(), side:
             whole(*args, **kwargs)
     except Exception as error:  # the model's code may raise anything
         raise PartitionError(
@@ -152,26 +152,28 @@ def measure_times(
     return times
 
 
-def _time(module: nn.Module, call: Call, device: torch.device, aside: Aside) -> tuple[float, Any]:
+def _time(
+    module: nn.Module, call: Call, device: torch.device, side: SideValues
+) -> tuple[float, Any]:
     """The shortest time of a call of a module's copy, and its output."""
     tensors = (*module.parameters(), *module.buffers())
     made = copy.deepcopy(module, {id(part): _there(part, device) for part in tensors})
     del made.__dict__["forward"]
     took: list[float] = []
     output: Any = None
-    skips = aside.skips
+    skips = side.skips
     fewest, most = _RUNS
     while len(took) <= fewest or (len(took) <= most and sum(took[1:]) < _ENOUGH):
         args, kwargs = pytree.tree_map(lambda part: _argument(part, device), call)
         given = {name: copy.copy(skip) for name, skip in skips.items()}
-        with Aside(0, given) as inner, torch.enable_grad():
+        with SideValues(0, given) as inner, torch.enable_grad():
             start = _now(device)
             output = made.forward(*args, **kwargs)  # hooks run around the unit
             parts = [part for part in tensors_in(output) if part.requires_grad]
             if parts:
                 torch.autograd.backward(parts, [torch.ones_like(part) for part in parts])
             took.append(_now(device) - start)
-            aside.skips = inner.skips
+            side.skips = inner.skips
     return min(took[1:]), output
 
 

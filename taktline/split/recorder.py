@@ -25,7 +25,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from taktline.errors import PartitionError, TorchVersionError
 from taktline.private import missing, private
-from taktline.side_values import Aside, add_loss, current_aside
+from taktline.side_values import SideValues, add_loss, side_values
 from taktline.split.arguments import (
     Args,
     Call,
@@ -73,7 +73,7 @@ _REFUSED = {
 }
 """Functions that no stage can run."""
 _EFFECTS = frozenset(
-    ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "call_aside")
+    ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "call_side_values")
 )
 """Functions that do something beside what they return."""
 _STATISTICS = frozenset(("batch_norm", "instance_norm"))
@@ -616,12 +616,12 @@ def patched(recorder: Any, model: nn.Module) -> Iterator[None]:
         stack.enter_context(replaced(torch_checkpoint, **{name: region}))
         # What torch writes of operations that cannot run without data.
         stack.enter_context(replaced(logging.getLogger(_LOG), disabled=True))
-        stack.enter_context(_RecordedAside(recorder))
+        stack.enter_context(_RecordedValues(recorder))
         stack.enter_context(replaced(recording, recorder=recorder))
         yield
 
 
-class _RecordedAside(Aside):
+class _RecordedValues(SideValues):
     """The side values of a forward that is recorded."""
 
     def __init__(self, recorder: Any) -> None:
@@ -642,7 +642,7 @@ class _RecordedAside(Aside):
 
     def _run(self, method: str, *args: Any) -> Any:
         if self._recorder.is_recording:
-            return self._recorder.function(call_aside, (method, *args), {})
+            return self._recorder.function(call_side_values, (method, *args), {})
         found = getattr(super(), method)(*args)
         if method != "get":
             return found
@@ -650,7 +650,7 @@ class _RecordedAside(Aside):
         return found.view_as(found)
 
 
-def call_aside(method: str, *args: Any) -> Any:
+def call_side_values(method: str, *args: Any) -> Any:
     """Put or get a skip, or add a loss, of the stage that runs."""
     # Not add() itself: collect_losses() may collect it.
-    return add_loss(*args) if method == "add" else getattr(current_aside(), method)(*args)
+    return add_loss(*args) if method == "add" else getattr(side_values(), method)(*args)

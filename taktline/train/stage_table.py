@@ -19,7 +19,7 @@ from taktline.device import keep_generators
 from taktline.meta import as_arguments, name_of
 from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
 from taktline.private import private
-from taktline.side_values import Aside, Skip
+from taktline.side_values import SideValues, Skip
 from taktline.split.arguments import arguments_of, tensors_in
 from taktline.split.costs import OperationCounter
 from taktline.split.recorded_stage import crossings_of
@@ -121,9 +121,9 @@ def _needs_of(
             return tensor
 
         hooks = saved_tensors_hooks(keep, lambda tensor: tensor)
-        with Aside(stage, skips) as aside, OperationCounter() as counter, hooks:
+        with SideValues(stage, skips) as side, OperationCounter() as counter, hooks:
             output = module(*args, **(kwargs if stage == 0 else {}))
-        skips, args = aside.skips, as_arguments(output)
+        skips, args = side.skips, as_arguments(output)
         note_containers(pytree.tree_structure(args))
         crossing = tensors_in((args, [skip.value for skip in skips.values()]))
         names = crossings_of(original)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import StageError, UseError
-from taktline.side_values import Aside, current_aside
+from taktline.side_values import SideValues, side_values
 from tests.workers import Workers
 
 X, Y = torch.ones(4, 3), torch.zeros(4, 3)
@@ -35,21 +35,21 @@ def in_thread(fn: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def test_asides_that_overlap_on_two_threads_leave_nothing_behind() -> None:
-    before, entered, left = current_aside(), threading.Event(), threading.Event()
+def test_side_values_that_overlap_on_two_threads_leave_nothing_behind() -> None:
+    before, entered, left = side_values(), threading.Event(), threading.Event()
 
     def other() -> None:
-        with Aside(1, {}):
+        with SideValues(1, {}):
             entered.set()
             left.wait(60)
 
     thread = threading.Thread(target=other)
-    with Aside(0, {}):
+    with SideValues(0, {}):
         thread.start()
         entered.wait(60)
     left.set()
     thread.join()
-    assert current_aside() is before
+    assert side_values() is before
     with tl.collect_losses() as losses:
         assert in_thread(lambda: tl.add_loss(torch.tensor(1.0))) is None
     assert losses == []
