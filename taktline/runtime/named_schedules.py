@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, Unpack
+from typing import Any, ClassVar, Literal, TypeAlias, Unpack
 
 from taktline.checks import check, refuse
 from taktline.errors import MismatchError, ScheduleError
@@ -23,20 +23,25 @@ from taktline.stage import PipelineStage
 _Lookahead: TypeAlias = Literal["full", "auto"] | tuple[int, ...]
 
 
-class _Named(Schedule):
-    """A schedule whose plan has a name."""
+_CLASSES: dict[str, Any] = {}
+"""The class of each plan that has one."""
 
-    _plan_name: str
+
+class _Named(Schedule):
+    """A schedule whose plan has a name: that in ``class ScheduleX(…, plan="x")``."""
+
+    _plan_name: ClassVar[str]
+
+    def __init_subclass__(cls, plan: str = "") -> None:
+        if plan:
+            cls._plan_name, _CLASSES[plan] = plan, cls
 
     def _begin(self, stages: list[PipelineStage], count: int, *given: Any, **options: Any) -> None:
-        super().__init__(
-            stages,
-            count,
-            *given,
-            name=type(self).__name__,
-            make_plan=lambda ranks: self._plan(self._stages[0].num_stages, count, ranks),
-            **options,
-        )
+        def plan(ranks: int) -> Plan:
+            return self._plan(self._stages[0].num_stages, count, ranks)
+
+        name = type(self).__name__
+        super().__init__(stages, count, *given, name=name, make_plan=plan, **options)
 
     @classmethod
     def _plan(cls, num_stages: int, microbatches: int, ranks: int) -> Plan:
@@ -47,8 +52,8 @@ class _Named(Schedule):
                 f"{cls.__name__}: {num_stages} stages do not divide evenly among {ranks} ranks; "
                 f"cut the model into a multiple of {ranks}"
             )
-        name = cls._plan_name
-        return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
+        sizes = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": per_rank}
+        return build(cls._plan_name, **sizes)
 
 
 class _Single(_Named):
@@ -107,7 +112,7 @@ class _Multi(_Named):
         self._begin(stages, n_microbatches, loss_fn, *specs, scale_grads, limits=limits, **options)
 
 
-class ScheduleGPipe(_Single):
+class ScheduleGPipe(_Single, plan="gpipe"):
     """All forwards, then all backwards.
 
     >>> print(build("gpipe", ranks=2, microbatches=2))
@@ -116,10 +121,8 @@ class ScheduleGPipe(_Single):
     rank 1 │     1F0 1F1 1B0──── 1B1────
     """
 
-    _plan_name = "gpipe"
 
-
-class Schedule1F1B(_Single):
+class Schedule1F1B(_Single, plan="1f1b"):
     """One forward, one backward in turn: at most as many micro-batches in flight as ranks.
 
     >>> print(build("1f1b", ranks=2, microbatches=2))
@@ -128,10 +131,8 @@ class Schedule1F1B(_Single):
     rank 1 │     1F0 1B0──── 1F1 1B1────
     """
 
-    _plan_name = "1f1b"
 
-
-class ScheduleInterleaved1F1B(_Multi):
+class ScheduleInterleaved1F1B(_Multi, plan="interleaved_1f1b"):
     """1F1B over several stages per rank: a smaller bubble for more messages.
 
     >>> print(build("interleaved_1f1b", ranks=2, microbatches=2))
@@ -140,10 +141,8 @@ class ScheduleInterleaved1F1B(_Multi):
     rank 1 │     1F0 1F1 3F0 3B0──── 3F1 3B1──── 1B0──── 1B1────
     """
 
-    _plan_name = "interleaved_1f1b"
 
-
-class ScheduleLoopedBFS(_Multi):
+class ScheduleLoopedBFS(_Multi, plan="looped_bfs"):
     """GPipe over several stages per rank: each stage runs all micro-batches before the next one.
 
     >>> print(build("looped_bfs", ranks=2, microbatches=2))
@@ -151,8 +150,6 @@ class ScheduleLoopedBFS(_Multi):
     rank 0 │ 0F0 0F1 2F0 2F1             2B1──── 2B0──── 0B1──── 0B0────
     rank 1 │     1F0 1F1 3F0 3F1 3B1──── 3B0──── 1B1──── 1B0────
     """
-
-    _plan_name = "looped_bfs"
 
     def __init__(
         self,
@@ -175,7 +172,7 @@ class ScheduleLoopedBFS(_Multi):
         self._begin(stages, n_microbatches, loss_fn, *specs, scale_grads, limits=limits, **options)
 
 
-class ScheduleInterleavedZeroBubble(_Multi):
+class ScheduleInterleavedZeroBubble(_Multi, plan="interleaved_zero_bubble"):
     """Interleaved 1F1B whose weight gradients (W) fill the bubble.
 
     >>> print(build("interleaved_zero_bubble", ranks=2, microbatches=2))
@@ -184,10 +181,8 @@ class ScheduleInterleavedZeroBubble(_Multi):
     rank 1 │     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
 
-    _plan_name = "interleaved_zero_bubble"
 
-
-class ScheduleZBVZeroBubble(_Multi):
+class ScheduleZBVZeroBubble(_Multi, plan="zbv"):
     """Two stages per rank in the shape of a V; weight gradients fill the bubble.
 
     >>> print(build("zbv", ranks=2, microbatches=2))
@@ -196,10 +191,8 @@ class ScheduleZBVZeroBubble(_Multi):
     rank 1 │     1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
     """
 
-    _plan_name = "zbv"
 
-
-class ScheduleDualPipeV(_Multi):
+class ScheduleDualPipeV(_Multi, plan="dualpipev"):
     """Two stages per rank in the shape of a V; forwards run together with backwards.
 
     >>> print(build("dualpipev", ranks=2, microbatches=2))
@@ -207,8 +200,6 @@ class ScheduleDualPipeV(_Multi):
     rank 0 │ 0F0 0F1     3F0 3I0 3W0 3F1 3B1──── 0B0────         0B1────
     rank 1 │     1F0 2F0 1F1 2F1 2B0──── 1B0──── 2B1──── 1B1────
     """
-
-    _plan_name = "dualpipev"
 
 
 class ScheduleFromPlan(Schedule):
@@ -252,32 +243,11 @@ class ScheduleFromPlan(Schedule):
                 )
             return chosen
 
-        super().__init__(
-            stages,
-            chosen.microbatches,
-            loss_fn if chosen.has(Kind.B, Kind.I) else None,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-            name=f"plan {chosen.name!r}",
-            make_plan=check,
-            **options,
-        )
-
-
-_CLASSES: dict[str, type[_Single | _Multi]] = {
-    each._plan_name: each
-    for each in (
-        ScheduleGPipe,
-        Schedule1F1B,
-        ScheduleInterleaved1F1B,
-        ScheduleLoopedBFS,
-        ScheduleInterleavedZeroBubble,
-        ScheduleZBVZeroBubble,
-        ScheduleDualPipeV,
-    )
-}
+        trains = chosen.has(Kind.B, Kind.I)
+        specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
+        given = chosen.microbatches, loss_fn if trains else None, *specs, scale_grads
+        name = f"plan {chosen.name!r}"
+        super().__init__(stages, *given, name=name, make_plan=check, **options)
 
 
 def get_schedule_class(schedule_name: str) -> type[_Single | _Multi]:
