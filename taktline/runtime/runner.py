@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd import profiler
 
 from taktline.batch_norm import update_all
 from taktline.checks import check
@@ -38,13 +39,13 @@ from taktline.runtime.losses import (
     warn_if_uneven,
 )
 from taktline.runtime.microbatch import Batch, Cutter, merge_chunks
-from taktline.runtime.program import Bound, Failure, bind, channels_of
+from taktline.runtime.program import Bound, Failure, Wrap, bind, channels_of
 from taktline.runtime.random_numbers import Drawing, RankRandom
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
 from taktline.runtime.stage_actions import Binding, Feed, Signatures
 from taktline.runtime.ties import Ties, TieUse
-from taktline.runtime.trace import TraceRecorder, watching
+from taktline.runtime.trace import TraceRecorder, named
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
 from taktline.stage.blueprint import Blueprint
@@ -450,7 +451,7 @@ class Runner:
             torch.autograd.set_multithreading_enabled(False),
             self.replicas.step(finalizes=feed.finalizes),
             nullcontext() if self._drawing is None else self._drawing.step(),
-            watching(self.recorder, bound, self.transport) as wrap,
+            self._observed(bound) as wrap,
         ):
             watch.program = bound.program
             if failure is not None:
@@ -464,6 +465,14 @@ class Runner:
             failure = self._ties.add_up(failure)
         watch.doing = "ends a step"
         return failure
+
+    def _observed(self, bound: Bound) -> AbstractContextManager[Wrap | None]:
+        """The wrapper for the instructions of a step: None without a trace and a profiler."""
+        # Read once a step: the flag changes when a profiler starts and stops.
+        profiled = getattr(profiler, "_is_profiler_enabled", True)
+        if self.recorder is not None:
+            return self.recorder.watch(bound, self.transport, profiled)
+        return nullcontext(named if profiled else None)
 
     def merged(self, feed: Feed) -> Any:
         """The outputs of the micro-batches as one, if they are wanted."""

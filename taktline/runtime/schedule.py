@@ -15,7 +15,7 @@ from taktline.runtime.losses import LossWeights
 from taktline.runtime.microbatch import Batch, Cutter
 from taktline.runtime.runnable_plan import Limits
 from taktline.runtime.runner import Call, Runner
-from taktline.runtime.trace import Trace, TraceRecorder, clock_for
+from taktline.runtime.trace import Trace, TraceRecorder
 from taktline.stage import PipelineStage
 
 LossFn = Callable[..., torch.Tensor]
@@ -236,7 +236,7 @@ class Schedule:
         runner = self._runner
         if runner.recorder is not None:
             raise ScheduleError("this schedule is being traced already; leave that block first")
-        trace, runner.recorder = Trace(), TraceRecorder(clock_for(runner.device))
+        trace, runner.recorder = Trace(), TraceRecorder(runner.device)
         recorder = runner.recorder
         try:
             yield trace

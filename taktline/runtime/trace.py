@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch.autograd import profiler
 from torch.profiler import record_function
 
 from taktline.errors import ScheduleError
@@ -24,7 +23,6 @@ from taktline.transport import Transport
 
 _MS = 1e6
 """Nanoseconds."""
-_Times: TypeAlias = npt.NDArray[np.int64]
 _ROUNDS = 8
 """How often the ranks compare their clocks; the best rounds count."""
 
@@ -41,13 +39,9 @@ class Trace:
 
     def __init__(self) -> None:
         self.timelines: list[Timeline] = []
-        """One for each step and eval, in milliseconds from the first action on; filled on leaving.
-
-        All ranks have the same.
-        """
+        """One for each step and eval, in milliseconds, equal on all ranks; filled on leaving."""
         self.clock_error = 0.0
         """By how many milliseconds the clocks of two ranks may differ; 0 on one machine's CPUs."""
-
         self.work: Costs | None = None
         """The work of the stages, if it was counted: in a ``Pipeline`` with an example."""
 
@@ -126,23 +120,11 @@ class CudaClock:
 Clock: TypeAlias = HostClock | CudaClock
 
 
-def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
-
-
 def align(transport: Transport) -> tuple[list[int], int]:
-    """Compare the clocks of all ranks, which all take part.
+    """How far the clock of each rank is ahead of rank 0's, and the largest error, in nanoseconds.
 
-    Returns how far each is ahead of that of rank 0, in nanoseconds, and by how much one of these
-    may be wrong at most.
-
-    No rank leaves an exchange before all have entered it. So each round bounds how far the clock of
-    a rank is ahead, from below (it entered before rank 0 left) and from above::
-
-        rank 0   ├── enters ─────── leaves ──┤
-        rank r       ├── enters ─────── leaves ──┤
-
+    All ranks take part. None leaves an exchange before all have entered it, so each round bounds
+    how far the clock of a rank is ahead, from below (it entered before rank 0 left) and from above.
     Two clocks count as one, as on one machine, unless a round contradicts that.
     """
     times: list[int] = []
@@ -150,35 +132,32 @@ def align(transport: Transport) -> tuple[list[int], int]:
         times.append(time.perf_counter_ns())
         transport.exchange([0], "the clocks of a trace")
         times.append(time.perf_counter_ns())
-    all_ranks = transport.exchange(times, "the clocks of a trace")
-    enters, leaves = [[row[at::2] for row in all_ranks] for at in (0, 1)]
-    ahead, error = [], 0
-    for entered, left in zip(enters, leaves, strict=True):
-        least = max(mine - zero for mine, zero in zip(entered, leaves[0], strict=True))
-        most = min(mine - zero for mine, zero in zip(left, enters[0], strict=True))
-        one = least <= 0 <= most
-        ahead.append(0 if one else (least + most) // 2)
-        error = max(error, 0 if one else (most - least) // 2)
-    return ahead, error
+    all_ranks = np.array(transport.exchange(times, "the clocks of a trace"))
+    enters, leaves = all_ranks[:, 0::2], all_ranks[:, 1::2]
+    least, most = (enters - leaves[0]).max(axis=1), (leaves - enters[0]).min(axis=1)
+    differ = (least > 0) | (most < 0)
+    return (differ * (least + most) // 2).tolist(), int((differ * (most - least) // 2).max())
 
 
+@dataclass(slots=True)
 class _Step:
     """The recorded actions of one step on this rank."""
 
-    def __init__(self, plan: Plan, transport: Transport) -> None:
-        self.plan = plan
-        self.ahead, self.error = align(transport)
-        """How far the clock of each rank is ahead of that of rank 0, and how wrong that may be."""
-        self.actions: list[Action] = []
-        self.stamps: list[Any] = []
-        """Three of each action: when it began, when its values had arrived, and when it ended."""
+    plan: Plan
+    ahead: list[int]
+    """How far the clock of each rank is ahead of that of rank 0."""
+    error: int
+    """By how much that may be wrong."""
+    actions: list[Action] = field(default_factory=list)
+    stamps: list[Any] = field(default_factory=list)
+    """Three of each action: when it began, when its values had arrived, and when it ended."""
 
 
 class TraceRecorder:
     """Records the steps of this rank while there is a trace."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, device: torch.device) -> None:
+        self.clock: Clock = CudaClock(device) if device.type == "cuda" else HostClock()
         self._steps: list[_Step] = []
         """Those that have worked on every rank."""
         self._latest: _Step | None = None
@@ -187,7 +166,7 @@ class TraceRecorder:
     @contextmanager
     def watch(self, bound: Bound, transport: Transport, profiled: bool) -> Iterator[Wrap]:
         """Record a step; all ranks take part."""
-        step = self._latest = _Step(bound.plan, transport)
+        step = self._latest = _Step(bound.plan, *align(transport))
         stamp, keep = self.clock.stamp, step.stamps.extend
 
         def note() -> None:
@@ -195,7 +174,7 @@ class TraceRecorder:
 
         def observed(instruction: Instruction) -> Callable[[], None]:
             step.actions.append(instruction.action)
-            run = _named(instruction) if profiled else instruction.run
+            run = named(instruction) if profiled else instruction.run
 
             def recorded() -> None:
                 self._arrived = None
@@ -229,74 +208,53 @@ class TraceRecorder:
             trace.clock_error = max(trace.clock_error, 2 * error / _MS)
 
 
-def watching(
-    recorder: TraceRecorder | None, bound: Bound, transport: Transport
-) -> AbstractContextManager[Wrap | None]:
-    """The wrapper for the instructions of a step: None without a trace and a profiler."""
-    # Read once a step: the flag changes when a profiler starts and stops.
-    profiled = getattr(profiler, "_is_profiler_enabled", True)
-    if recorder is None:
-        return nullcontext(_named if profiled else None)
-    return recorder.watch(bound, transport, profiled)
-
-
-def _named(instruction: Instruction) -> Callable[[], None]:
+def named(instruction: Instruction) -> Callable[[], None]:
     """Run an instruction in a named range of PyTorch's profiler."""
     name, run = f"taktline {instruction.action}", instruction.run
 
-    def named() -> None:
+    def run_named() -> None:
         with record_function(name):
             run()
 
-    return named
+    return run_named
 
 
 def _gather(step: _Step, clock: Clock, transport: Transport, ranks: range) -> tuple[Timeline, int]:
     """The timeline of one step, and the error of its clocks; all ranks take part."""
-    plan = _one_by_one(step.plan)
-    read = np.array(clock.read(step.stamps), np.int64).reshape(-1, 3)
-    rank_of = np.array([plan.placement.rank_of[action.stage] for action in step.actions])
-    mine = np.concatenate(
-        [
-            _times([step.actions[i] for i in at], read[at], plan.rows_of(rank))
-            for rank in ranks
-            for at in [np.flatnonzero(rank_of == rank)]
+    plan = step.plan
+    if plan.rows.joined.any():  # the two halves of an overlapped pair ran one after the other
+        by_rank = [plan.rows_of(rank) for rank in range(plan.ranks)]
+        rows = [Rows.of(part.kind, part.stage, part.microbatch) for part in by_rank]
+        plan = plan.with_rows(rows, plan.level)
+    read = clock.read(step.stamps)
+    mine = [clock.error]
+    for rank in ranks:
+        ran = [
+            (action, read[3 * i : 3 * i + 3])
+            for i, action in enumerate(step.actions)
+            if plan.placement.rank_of[action.stage] == rank
         ]
-    )
-    numbers = [clock.error, *mine.ravel().tolist()]
-    shared = transport.exchange(numbers, "the end of trace()", ragged=True)
+        mine += chain.from_iterable(_times(ran, plan.rows_of(rank)))
+    shared = transport.exchange(mine, "the end of trace()", ragged=True)
     columns = np.concatenate(
-        [
-            np.reshape(times, (-1, 3)) - ahead
-            for (_, *times), ahead in zip(shared, step.ahead, strict=True)
-        ]
+        [np.reshape(t[1:], (-1, 3)) - ahead for t, ahead in zip(shared, step.ahead, strict=True)]
     )
     # Subtracted as integers: floats have fewer digits than a clock.
     began, arrived, ended = ((columns - columns.min()) / _MS).T
-    error = step.error + max(error for error, *_ in shared)
+    error = step.error + max(times[0] for times in shared)
     return _timeline(plan, began, arrived, ended), error
 
 
-def _one_by_one(plan: Plan) -> Plan:
-    """The plan as it ran: the two halves of an overlapped pair one after the other."""
-    if not plan.rows.joined.any():
-        return plan
-    by_rank = [plan.rows_of(rank) for rank in range(plan.ranks)]
-    rows = [Rows.of(part.kind, part.stage, part.microbatch) for part in by_rank]
-    return plan.with_rows(rows, plan.level)
-
-
-def _times(actions: Sequence[Action], read: _Times, rows: Rows) -> _Times:
+def _times(ran: Sequence[tuple[Action, list[int]]], rows: Rows) -> Iterator[list[int]]:
     """The three times of each row; a row without an instruction takes no time."""
-    times = np.empty((len(rows), 3), np.int64)
-    done = 0
+    done, times = 0, ran[0][1][:1] * 3 if ran else []
     for row in range(len(rows)):
-        if done < len(actions) and rows.leaf(row) == actions[done]:
-            times[row] = read[done]
+        if done < len(ran) and rows.leaf(row) == ran[done][0]:
+            times = ran[done][1]
             done += 1
         else:
-            times[row] = read[done - 1, 2] if done else read[0, 0]
-    return times
+            times = times[2:] * 3
+        yield times
 
 
 def _timeline(plan: Plan, began: FloatArray, arrived: FloatArray, ended: FloatArray) -> Timeline:
