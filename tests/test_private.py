@@ -18,7 +18,7 @@ from taktline.errors import TorchVersionError
 from taktline.private import for_all, lacking, missing, private
 from taktline.runtime import program
 from taktline.runtime.capture import state
-from taktline.stage import autograd_engine, split_backward
+from taktline.stage import split_backward
 from taktline.stage.grad_sync import FSDPSync
 from taktline.stage.split_backward import Splitter
 
@@ -74,7 +74,7 @@ def train() -> list[torch.Tensor]:
 
 def test_a_backward_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train()
-    monkeypatch.setattr(autograd_engine, "_engine", None)
+    monkeypatch.setattr(split_backward, "_engine", None)
     assert all(map(torch.equal, train(), expected))
 
 

@@ -24,7 +24,7 @@ from taktline.runtime.replicas import Replicas
 from taktline.runtime.stage_actions import Feed
 from taktline.runtime.ties import TieUse, untied
 from taktline.stage import PipelineStage
-from taktline.stage.blueprint import OPTION, PLACE, TOPICS, Blueprint, attached, blueprint
+from taktline.stage.names import OPTION, PLACE, TOPICS, Blueprint, attached, blueprint
 from taktline.text import by_rank, counted
 from taktline.transport import Transport
 from taktline.transport.distributed import Distributed

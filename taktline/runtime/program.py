@@ -39,9 +39,9 @@ from taktline.runtime.stage_actions import (
 )
 from taktline.side_values import Replay, SideValues, without_skips
 from taktline.stage import PipelineStage
-from taktline.stage.autograd_engine import accumulate
 from taktline.stage.grad_sync import GradSync
-from taktline.stage.names import parameters_of
+from taktline.stage.split_backward import accumulate
+from taktline.stage.stage import parameters_of
 from taktline.transport import Channel
 
 

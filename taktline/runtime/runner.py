@@ -48,7 +48,7 @@ from taktline.runtime.ties import Ties, TieUse
 from taktline.runtime.trace import TraceRecorder, named
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
-from taktline.stage.blueprint import Blueprint
+from taktline.stage.names import Blueprint
 from taktline.text import by_rank, counted
 from taktline.transport import Channel, Transport, transport_of
 from taktline.transport.distributed import Distributed
@@ -262,8 +262,9 @@ class Runner:
     def _in_call(self) -> Iterator[Feed]:
         """Inside, an error is reported to the other ranks."""
         self._failed = True
-        self._watch.seconds = self.stall_after
-        with self._turn, self._watch:
+        self._watch.seconds, self._watch.program = self.stall_after, None
+        watched = self._watch if isinstance(self.transport, Distributed) else nullcontext()
+        with self._turn, watched:
             self._feed.clear()
             try:
                 yield self._feed

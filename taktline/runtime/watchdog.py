@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Self
+from typing import Any, Self
 
 from taktline.checks import seconds_in_environment
 from taktline.plan import Kind
@@ -25,7 +25,6 @@ from taktline.text import counted
 from taktline.transport import Transport, gloo
 from taktline.transport.distributed import Distributed
 from taktline.transport.news import COMPUTES
-from taktline.transport.verdict import Verdict
 
 STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 """Seconds without progress after which a step is logged, unless a schedule sets others."""
@@ -51,7 +50,7 @@ _LEAVE_SECONDS = 0.1
 class Watch:
     """Watches the steps of one schedule on this rank, or another call that all ranks make.
 
-    ``transport`` is None for local ranks.
+    ``transport`` is None for local ranks: nobody watches them.
     """
 
     def __init__(self, name: str, transport: Distributed | None) -> None:
@@ -60,7 +59,7 @@ class Watch:
         """What this rank does outside of its program, in words."""
         self.program: Program | None = None
         self._name = name
-        self._transport = transport
+        self._transport: Any = transport
         self._thread = 0
         self._mark: object = None
         self._since = time.monotonic()
@@ -68,44 +67,38 @@ class Watch:
         self._leaves_at = math.inf
 
     def __enter__(self) -> Self:
-        self._thread = threading.get_ident()
+        self._thread, self._leaves_at = threading.get_ident(), math.inf
         self._mark, self._since, self._reported = None, time.monotonic(), False
-        self._leaves_at = math.inf
-        if self._transport is not None:
-            plane = self._transport.plane
-            plane.state = self._state
-            plane.watched = (*plane.watched, self)
+        plane = self._transport.plane
+        plane.state, plane.watched = self._state, (*plane.watched, self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.program = self._mark = None
-        if self._transport is not None:
-            plane = self._transport.plane
-            plane.watched = tuple(each for each in plane.watched if each is not self)
-            outer = [each for each in plane.watched if isinstance(each, Watch)]
-            plane.state = outer[-1]._state if outer else _idle
+        plane = self._transport.plane
+        plane.watched = tuple(each for each in plane.watched if each is not self)
+        outer = [each for each in plane.watched if isinstance(each, Watch)]
+        plane.state = outer[-1]._state if outer else _idle
 
     def tick(self) -> None:
         """Check whether the step goes on; called on the plane's thread, some times a second."""
         transport, now, mark = self._transport, time.monotonic(), self._progress()
-        if transport is None:
-            return  # no plane calls this
         if mark != self._mark:
             self._mark, self._since, self._reported = mark, now, False
         stood = now - self._since
         if self.seconds is not None and stood >= self.seconds and not self._reported:
             self._reported = True
-            _log.warning("%s", self.report(transport))
+            _log.warning("%s", self.report())
         if transport.verdict is not None:
-            self._hurry(now, transport.verdict, transport.plane.process)
+            self._hurry(now)
         elif stood > transport.timeout.total_seconds() + _LATE and not self._computes():
             # A wait in a group of others, which has another timeout.
             transport.give_up(transport.plane.stalled(transport.processes, (), self._waits_for()))
 
-    def report(self, transport: Distributed) -> str:
+    def report(self) -> str:
         """The state of all ranks, as far as they have reported it."""
-        stalled = f"rank {transport.rank} of {self._name} has made no progress for {self._stood}"
-        return f"{stalled}\n{transport.plane.report(transport.processes)}"
+        rank, ranks = self._transport.rank, self._transport.plane.report(self._transport.processes)
+        return f"rank {rank} of {self._name} has made no progress for {self._stood}\n{ranks}"
 
     def where(self) -> str:
         """The running action, in words; empty outside of the program."""
@@ -131,15 +124,14 @@ class Watch:
 
     def _state(self) -> tuple[str, bool]:
         """What this rank is doing, and for how long; True: it is in a step."""
-        instruction = self._instruction
-        what = self.doing if instruction is None else instruction.action
-        waits = f"waits for {self._waits_for()}"
-        does = f"{COMPUTES}{_place(self._frame())}" if self._computes() else waits
+        what = self.doing if self._instruction is None else self._instruction.action
+        does = f"waits for {self._waits_for()}"
+        if self._computes():
+            does = f"{COMPUTES}{_place(self._frame())}"
         return f"{what} for {self._stood}: {does}", True
 
     def _waits_for(self) -> str:
-        instruction = self._instruction
-        return (instruction and instruction.waits) or "other ranks"
+        return (self._instruction and self._instruction.waits) or "other ranks"
 
     def _computes(self) -> bool:
         instruction, frame = self._instruction, self._frame()
@@ -153,27 +145,24 @@ class Watch:
             return None
         return sys._current_frames().get(self._thread)
 
-    def _hurry(self, now: float, verdict: Verdict, process: int) -> None:
+    def _hurry(self, now: float) -> None:
         """End the waits of a step that goes on after a verdict: it waits in a group of others."""
         self._leaves_at = min(self._leaves_at, now + _LEAVE_SECONDS)
         if now >= self._leaves_at:
             gloo.shut()
         stuck = now >= max(self._leaves_at, self._since) + STUCK_SECONDS
         if stuck and _shows_wait(self._frame()):
-            self._end(verdict, process)
-
-    def _end(self, verdict: Verdict, process: int) -> NoReturn:
-        """End a process that would hang."""
-        _log.critical(
-            "%s\nrank %d %s, and cannot leave a collective that waits for others: its process "
-            "ends, with exit code %d",
-            verdict.error(range(verdict.process + 1)),
-            process,
-            self._state()[0],
-            STUCK,
-        )
-        sys.stderr.flush()
-        os._exit(STUCK)
+            verdict = self._transport.verdict
+            _log.critical(
+                "%s\nrank %d %s, and cannot leave a collective that waits for others: its process "
+                "ends, with exit code %d",
+                verdict.error(range(verdict.process + 1)),
+                self._transport.plane.process,
+                self._state()[0],
+                STUCK,
+            )
+            sys.stderr.flush()
+            os._exit(STUCK)
 
 
 @contextmanager

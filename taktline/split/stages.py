@@ -14,8 +14,7 @@ from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.on_meta import materialise
 from taktline.stage import PipelineStage
-from taktline.stage.blueprint import attach, blueprint
-from taktline.stage.names import Tie, declare, find_ties
+from taktline.stage.names import Tie, attach, blueprint, declare, find_ties
 from taktline.text import counted
 
 

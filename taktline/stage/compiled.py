@@ -30,8 +30,7 @@ from torch import fx, nn
 from taktline.checks import known_keywords
 from taktline.errors import text_of
 from taktline.private import missing, private
-from taktline.stage.autograd_engine import add_to_grads
-from taktline.stage.split_backward import CompiledNode, Pending
+from taktline.stage.split_backward import CompiledNode, Pending, add_to_grads
 
 _log = logging.getLogger("taktline")
 

@@ -17,10 +17,9 @@ from taktline.errors import MismatchError, SplitError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.plan.plan import MOST_STAGES
 from taktline.sharding import GetMesh, Sharding, find_mesh, gradient_of, is_sharded
-from taktline.stage.autograd_engine import accumulate
 from taktline.stage.grad_sync import GradSync, sync_of
-from taktline.stage.names import Tie, declared, parameters_of
-from taktline.stage.split_backward import Splitter
+from taktline.stage.names import Tie, declared
+from taktline.stage.split_backward import Splitter, accumulate
 
 
 class PipelineStage:
@@ -217,6 +216,24 @@ class PipelineStage:
             f"PipelineStage({self.stage_index} of {self.num_stages}, "
             f"{type(self.submod).__name__}, {count:,} parameters, {self.device})"
         )
+
+
+def parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    """A faster ``module.parameters()``, for every step."""
+    found: dict[int, nn.Parameter] = {}
+    seen: set[int] = set()
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        inner = waiting.pop()
+        if inner is None or id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        for parameter in inner._parameters.values():
+            if parameter is not None:
+                found.setdefault(id(parameter), parameter)
+        if inner._modules:
+            waiting.extend(reversed(inner._modules.values()))
+    return list(found.values())
 
 
 def _signature(example: Any) -> Signature | None:

@@ -213,7 +213,7 @@ def test_the_time_counts_from_the_beginning_of_the_step(ranks: Any) -> None:
     watch = Watch("Schedule1F1B", ranks)
     watch._since = 0.0
     with watch:
-        assert "for 0.0 seconds" in watch.report(ranks)
+        assert "for 0.0 seconds" in watch.report()
 
 
 def test_a_rank_says_whether_it_is_in_a_step(ranks: Any) -> None:

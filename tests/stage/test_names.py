@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from taktline.stage.names import parameters_of, unwrapped
+from taktline.stage.names import unwrapped
+from taktline.stage.stage import parameters_of
 
 
 def shared() -> nn.Module:

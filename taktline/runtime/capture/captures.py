@@ -22,7 +22,7 @@ from taktline.runtime.program import Bound, Failure, bind
 from taktline.runtime.random_numbers import Drawing, RankRandom
 from taktline.runtime.stage_actions import Binding
 from taktline.stage import PipelineStage
-from taktline.stage.names import parameters_of
+from taktline.stage.stage import parameters_of
 from taktline.text import counted
 from taktline.transport.local import LocalTransport
 

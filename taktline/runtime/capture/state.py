@@ -16,8 +16,8 @@ from torch import nn
 from taktline.private import lacking, missing, private
 from taktline.sharding import is_sharded, local
 from taktline.stage import PipelineStage
-from taktline.stage.autograd_engine import is_own_hook
-from taktline.stage.names import parameters_of
+from taktline.stage.split_backward import is_own_hook
+from taktline.stage.stage import parameters_of
 
 _OWN = frozenset(vars(nn.Module()))
 """The attributes of every module; what matters of them is looked at by itself."""
