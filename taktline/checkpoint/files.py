@@ -273,7 +273,9 @@ class Checkpoint:
         self._files: dict[str, TensorFile] = {}
         for name, known in self._listed.items():
             _require_file(path / name, name, known["bytes"])
-        self.tensors = {name: _entry(entry) for name, entry in content["tensors"].items()}
+        self.tensors: dict[str, Entry] = {
+            name: _entry(entry) for name, entry in content["tensors"].items()
+        }
 
     def _pieces(self, name: str, region: Region) -> Iterator[tuple[TensorFile, Region, Region]]:
         """The pieces of a tensor that meet a region: file, piece, and what both have in common."""

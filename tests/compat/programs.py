@@ -68,7 +68,10 @@ class Unsplit:
 
 
 class Program:
-    """Stages of one rank, and steps that give each rank its share of the batch."""
+    """Stages of one rank, and steps that give each rank its share of the batch.
+
+    With ``calls``, steps go call by call.
+    """
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Program:
         mine: list[int],
         source: str = OURS,
         stage_class: Any = None,
+        calls: bool = False,
         **options: Any,
     ) -> None:
         self.layers = make_layers(count)
@@ -86,6 +90,8 @@ class Program:
         self.stages = [
             cls(self.modules[index], index, count, CPU, group=group, **options) for index in mine
         ]
+        for stage in self.stages if calls else ():
+            wrapped(stage)
         self.first, self.last = 0 in mine, count - 1 in mine
 
     def step(self, schedule: Any, call: str = "step", **options: Any) -> tuple[Any, list[Tensor]]:

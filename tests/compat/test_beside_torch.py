@@ -188,3 +188,12 @@ def test_classes_have_the_bases_of_torch() -> None:
             assert issubclass(getattr(ours, name), getattr(ours, base)) is expected, (name, base)
     for name in ("PipelineStage", "_PipelineStage"):
         assert issubclass(getattr(stages(), name), stages()._PipelineStageBase)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "GPIPE", "zbvZeroBubble", "PipelineScheduleMulti"])
+def test_names_of_schedules(name: str) -> None:
+    ours, theirs = (schedules(source).get_schedule_class(name) for source in (OURS, TORCHS))
+    assert ours.__name__ == theirs.__name__
+    assert ours is getattr(schedules(), ours.__name__)
+    with pytest.raises(ValueError, match="Unknown schedule name 'no'"):
+        schedules().get_schedule_class("no")

@@ -58,9 +58,7 @@ def test_a_step_leaves_nothing_to_be_collected(stage_class: Any) -> None:
 
 
 def _whole_and_cut(rank: int, group: dist.ProcessGroup, calls: bool) -> None:
-    program = Program(group, 2, [rank])
-    if calls:
-        wrapped(program.stages[0])
+    program = Program(group, 2, [rank], calls=calls)
     schedule = ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn)
     x, target = make_batch()
     ready = [(part,) for part in x.chunk(4)]
@@ -227,9 +225,7 @@ def test_values_that_are_not_contiguous_cross(workers: Workers) -> None:
 def _sized(rank: int, group: dist.ProcessGroup, name: str) -> list[str]:
     """Steps of other sizes; then one in which micro-batches differ; then one that works again."""
     per_rank = 1 if name == "Schedule1F1B" else 2
-    program = Program(group, 2 * per_rank, placed(name, rank, 2))
-    for stage in program.stages:
-        wrapped(stage)
+    program = Program(group, 2 * per_rank, placed(name, rank, 2), calls=True)
     schedule = make(name, program, 4)
     told: list[str] = []
     for rows in (8, 16, 12, 9, 4):

@@ -59,10 +59,7 @@ def _infos(program: Program, schedule: Any) -> list[tuple[int, int]]:
 def _contexts(rank: int, group: dist.ProcessGroup, peer: bool) -> None:
     found = []
     for source, calls in ((OURS, False), (OURS, True), *([(TORCHS, False)] if peer else [])):
-        program = Program(group, 4, [rank, rank + 2], source)
-        if calls:
-            for stage in program.stages:
-                wrapped(stage)
+        program = Program(group, 4, [rank, rank + 2], source, calls=calls)
         schedule = schedules(source).ScheduleInterleaved1F1B(program.stages, 4, loss_fn=loss_fn)
         found.append(_infos(program, schedule))
     assert len(found[0]) == 8
@@ -189,10 +186,7 @@ def _limited(rank: int, group: dist.ProcessGroup) -> None:
     for name in MULTI:
         mine = [rank, 3 - rank if name in ("ZBVZeroBubble", "DualPipeV") else rank + 2]
         for calls in (False, True):
-            program = Program(group, 4, mine)
-            if calls:
-                for stage in program.stages:
-                    wrapped(stage)
+            program = Program(group, 4, mine, calls=calls)
             cls = getattr(ours, f"Schedule{name}")
             schedule = cls(program.stages, 4, loss_fn=loss_fn, max_outstanding_sends=2)
             program.train(schedule, 3)
@@ -293,10 +287,7 @@ def test_only_sharded_stages_are_reduced_in_two_calls(fake_group: None) -> None:
 def _with_own_channels(rank: int, group: dist.ProcessGroup, name: str) -> None:
     with torch.distributed.config.patch(**{name: True}):  # pyright: ignore
         for calls in (False, True):
-            program = Program(group, 4, [rank, rank + 2])
-            if calls:
-                for stage in program.stages:
-                    wrapped(stage)
+            program = Program(group, 4, [rank, rank + 2], calls=calls)
             schedule = ours.ScheduleInterleaved1F1B(program.stages, 4, loss_fn=loss_fn)
             program.train(schedule)
 

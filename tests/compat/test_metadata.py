@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining.schedules import ScheduleGPipe, _ScheduleForwardOnly
@@ -19,14 +17,6 @@ from tests.compat.programs import BATCH, CPU, WIDTH, Program, loss_fn, wrapped
 from tests.workers import Workers
 
 PART = BATCH // 4
-
-
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    """Two ranks, of which this is the second."""
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
 
 
 def _shown(rank: int, group: dist.ProcessGroup) -> list[Any]:
@@ -111,5 +101,5 @@ def test_losses_come_into_a_list(workers: Workers) -> None:
 
 @pytest.mark.usefixtures("fake_group")
 def test_a_forward_only_schedule_has_no_order() -> None:
-    stage = PipelineStage(nn.Linear(2, 2), 1, 2, CPU)
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, CPU)
     assert _ScheduleForwardOnly(stage, 2).pipeline_order is None

@@ -40,7 +40,6 @@ from tests.compat.programs import (
     Unsplit,
     loss_fn,
     make_batch,
-    wrapped,
 )
 from tests.workers import Workers
 
@@ -210,9 +209,7 @@ def _static(rank: int, group: dist.ProcessGroup) -> None:
             options: dict[str, Any] = (
                 {"input_args": example, "output_args": example} if rank in told else {}
             )
-            program = Program(group, 2, [rank], **options)
-            if calls:
-                wrapped(program.stages[0])
+            program = Program(group, 2, [rank], calls=calls, **options)
             schedule = Schedule1F1B(program.stages[0], 4, loss_fn=loss_fn)
             program.train(schedule)
             assert schedule._on_ours is not calls

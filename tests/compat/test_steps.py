@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.compat.peer import SINCE_2_12
-from tests.compat.programs import CPU, WIDTH, Program, make_batch, schedules, stages, wrapped
+from tests.compat.programs import CPU, WIDTH, Program, make_batch, schedules, stages
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
@@ -100,9 +100,7 @@ def test_gradients_outputs_losses(workers: Workers, ranks: int, ours: bool) -> N
 
 def _uneven(rank: int, group: dist.ProcessGroup, ours: bool) -> list[str]:
     """What is said of batches of 16 in micro-batches that do not divide them."""
-    program = Program(group, group.size(), [rank])
-    if not ours:
-        wrapped(program.stages[0])
+    program = Program(group, group.size(), [rank], calls=not ours)
     schedule = make("ScheduleGPipe", program, 5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

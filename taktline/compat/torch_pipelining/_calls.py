@@ -120,8 +120,7 @@ class Calls:
             case torchs.UNSHARD | torchs.RESHARD:
                 self._shard(action, stage)
             case torchs.REDUCE_GRAD:
-                if self.schedule._has_backward:
-                    self._reduce(stage)
+                self._reduce(stage)
             case kind if kind.value in ("WAIT_SEND_F", "WAIT_SEND_B"):
                 self._wait(getattr(torchs, kind.value.removeprefix("WAIT_")), action)
                 if kind.value == "WAIT_SEND_F":
@@ -152,15 +151,12 @@ class Calls:
         self.underway[kind][key] = torchs._batch_p2p(ops)
 
     def _reduce(self, stage: Any) -> None:
-        schedule = self.schedule
-        if (
-            schedule._has_backward
-            and schedule._is_sharded(stage)
-            and not schedule._finalize_gradients
-        ):
-            stage.gradients_due = False  # they wait for a step that reduces them
-        elif schedule._has_backward:
-            stage.perform_reduce_grad(schedule._grad_factor)
+        if not self.schedule._has_backward:
+            return
+        if self.schedule._postpones(stage):
+            stage.gradients_due = False
+        else:
+            stage.perform_reduce_grad(self.schedule._grad_factor)
 
     def _wait(self, kind: Any, action: Any) -> None:
         """Wait for the message of an action, if it was started."""

@@ -23,20 +23,17 @@ def as_in_torch(error: TaktlineError) -> TaktlineError:
     if misfit is not None:
         kind = PipeliningMetadataError
         args = (f"{error} ({misfit.differs} mismatch)",) if misfit.differs else args
-    if isinstance(error, kind):
-        return error
-    return restore(_both(type(error), kind), args, vars(error))
+    return error if isinstance(error, kind) else _restored(type(error), kind, args, vars(error))
+
+
+def _restored(cls: Any, kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    return restore(_both(cls, kind), args, fields)
 
 
 @cache
 def _both(cls: type[TaktlineError], kind: type[Exception]) -> type[TaktlineError]:
-    attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": _reduce}
+    def reduce(error: TaktlineError) -> tuple[Any, ...]:  # so that it can be pickled
+        return _restored, (cls, kind, error.args, vars(error))
+
+    attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}
     return type(cls.__name__, (cls, kind), attributes)
-
-
-def _reduce(error: TaktlineError) -> tuple[Any, ...]:
-    return _unpickled, (*type(error).__bases__, error.args, vars(error))
-
-
-def _unpickled(cls: Any, kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
-    return restore(_both(cls, kind), args, fields)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taktline.compat.torch_pipelining import of_torch, schedules
-from taktline.errors import ScheduleError
 from taktline.plan import Costs, Plan, simulate
 
 _torchs = of_torch("_schedule_visualizer")
@@ -41,14 +40,9 @@ def visualize_schedule(schedule: Sequence[Sequence[Any]], filename: str | None =
     timeline = simulate(Plan.from_actions(rows), costs)
     if filename is None:
         print(timeline.to_text())
-    elif filename.endswith((".html", ".svg")):
-        page = timeline.to_html() if filename.endswith(".html") else timeline.to_svg()
-        Path(filename).write_text(page)
+    elif filename.endswith(".svg"):
+        Path(filename).write_text(timeline.to_svg())
+    elif filename.endswith(".html"):
+        Path(filename).write_text(timeline.to_html())
     else:
-        try:
-            _torchs.visualize_schedule([*map(list, schedule)], filename)
-        except ImportError as error:
-            raise ScheduleError(
-                f"to draw {filename} matplotlib is needed: pip install taktline[plot]; or draw an "
-                ".svg or .html file, which needs nothing"
-            ) from error
+        _torchs.visualize_schedule([*map(list, schedule)], filename)

@@ -130,6 +130,10 @@ class _PipelineSchedule(torchs._PipelineSchedule):
         # A mock has every attribute.
         return getattr(getattr(stage, "grad_sync", None), "shards", None) is True
 
+    def _postpones(self, stage: Any) -> bool:
+        """Whether the gradients of a stage wait for a later step that reduces them."""
+        return not self._finalize_gradients and self._is_sharded(stage)
+
     @contextmanager
     def _initializing(self, args: Sequence[Any], kwargs: Any) -> Iterator[Sequence[Any]]:
         """Let stages find their metadata; yields the arguments to call them with."""

@@ -379,8 +379,7 @@ def reduced(schedule: Any, stages: Sequence[Any]) -> Iterator[list[Any]]:
     try:
         yield due
         for stage in due:
-            waits = schedule._is_sharded(stage) and not schedule._finalize_gradients
-            if stage.gradients_due and not waits:
+            if stage.gradients_due and not schedule._postpones(stage):
                 stage.perform_reduce_grad(schedule._grad_factor)
     finally:
         for stage in known:
