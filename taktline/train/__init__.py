@@ -1,6 +1,6 @@
 """A model, its ranks and its training step in one object."""
 
-from taktline.train.loader import SharedLoader
+from taktline.train.batches import SharedLoader
 from taktline.train.pipeline import Pipeline
 
 __all__ = ["Pipeline", "SharedLoader"]

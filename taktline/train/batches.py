@@ -1,4 +1,4 @@
-"""How a batch is cut, as far as the example shows it; and the loss that a model returns itself.
+"""Batches: read by one rank for all, and cut along the dimensions that the example shows.
 
 The batch dimension of each argument is found by comparing a batch with the example, which is one
 micro-batch, so that a batch has more rows. The dimension that grows with the others is the batch;
@@ -13,15 +13,210 @@ an argument that does not grow belongs to all rows::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset
 
-from taktline.errors import BatchError, LossError
+from taktline import pytree
+from taktline.errors import BatchError, DataError, SignatureError, TaktlineError, text_of
+from taktline.meta import Signature
 from taktline.runtime.microbatch import Batch, Cutter, Replicate, TensorChunkSpec, describe
+from taktline.sharding import is_sharded
 from taktline.split.arguments import arguments_of
+from taktline.train.ranks import Ranks
+from taktline.transport import Transport, transport_of
+from taktline.transport.base import bytes_of
+from taktline.transport.codec import decode, encode
+from taktline.transport.exchange import exchange_or_raise, share_texts
+from taktline.transport.wire import Layout
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors from the CPU on a device."""
+    if device.type == "cpu":
+        return batch
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        on_cpu = tensor.device.type == "cpu"
+        return tensor.to(device, non_blocking=True) if on_cpu else tensor
+
+    return pytree.tree_map_only(torch.Tensor, move, batch)
+
+
+def broadcast_output(output: Any, ranks: Ranks, owner: int) -> Any:
+    """The output of the owner, on all ranks of the pipeline; a sharded tensor arrives whole."""
+    if ranks.group is None:
+        return output
+    try:
+        return broadcast(output, ranks.group, ranks.device, owner, "return_outputs=True")
+    except SignatureError as error:
+        raise SignatureError(f"the output: {error}; or pass return_outputs='last'") from None
+
+
+def broadcast(
+    value: Any, group: dist.ProcessGroup, device: torch.device, owner: int, what: str
+) -> Any:
+    """The value of the owner, on all ranks of a group; if it cannot be sent, all raise why.
+
+    ``what`` names the call, for errors.
+    """
+    if group.size() == 1:
+        return value
+    transport, here = transport_of(group, device), group.rank() == owner
+    leaves, spec = pytree.tree_flatten([value if here else None])
+    leaves = [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
+    text, signature, error = "", None, None
+    try:
+        text = encode(Signature.of(leaves, spec)).decode() if here else ""
+    except TaktlineError as raised:
+        error = raised
+    if sent := share_texts(transport, text, what)[owner]:
+        try:
+            signature = decode(sent.encode())
+        except TaktlineError as raised:
+            error = raised
+    # If a rank does not know a container, the owner must not send its contents.
+    exchange_or_raise(transport, error, what)
+    assert signature is not None
+    assert signature.spec is not None
+    layout = Layout(signature.tensors, device)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    buffer = layout.pack(tensors).buffer if tensors else layout.empty()
+    if layout.tensors:
+        dist.broadcast(bytes_of(buffer), dist.get_global_rank(group, owner), group)
+    if here:
+        return value
+    return pytree.tree_unflatten(signature.filled(layout.unpack(buffer)), signature.spec)[0]
+
+
+_CALL = "pipe.loader(…)"
+
+
+class SharedLoader:
+    """The batches of a loader, read by one rank of each replica; made by :meth:`Pipeline.loader`.
+
+    All ranks create it, and iterate over it together. Each gets the same batch, with its tensors on
+    the pipeline's device. All ranks stop at the end, and all raise an error in reading.
+
+    >>> import taktline as tl
+    >>> pipe = tl.Pipeline([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], microbatches=2, ranks=2)
+    >>> data = [(torch.ones(2) * i, i) for i in range(6)]
+    >>> loader = pipe.loader(torch.utils.data.DataLoader(data, batch_size=4))
+    >>> len(loader), [y.tolist() for x, y in loader]
+    (2, [[0, 1, 2, 3], [4, 5]])
+    """
+
+    def __init__(self, batches: Iterable[Any] | None, ranks: Ranks) -> None:
+        self._batches = batches
+        self._ranks = ranks
+        # Tensor-parallel ranks of a stage need the same batch as well.
+        self._within = [
+            group for name, group in ranks.groups.items() if name not in ranks.data_dims
+        ]
+        self._reads = all(group.rank() == 0 for group in self._within)
+        (self._length,) = self._agreed(lambda: [length_of(_checked(batches))], "the loader")
+
+    def __len__(self) -> int:
+        length = length_of(self._batches) if self._reads else self._length
+        if length is None:
+            raise TypeError("the loader that is read has no length")
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        rest: Iterator[Any] | None = None
+
+        def read() -> list[Any]:
+            nonlocal rest
+            rest = iter(_checked(self._batches)) if rest is None else rest
+            return [_plain(batch, self._ranks.device) for batch in islice(rest, 1)]
+
+        number = 0
+        while batch := self._agreed(read, f"batch {number}"):
+            yield batch[0]
+            number += 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call ``set_epoch`` of the loader that is read, its sampler and its dataset."""
+        inner, names = self._batches, ("sampler", "batch_sampler", "dataset")
+        for part in (inner, *(getattr(inner, name, None) for name in names)):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+
+    def _agreed(self, read: Callable[[], list[Any]], what: str) -> list[Any]:
+        """The list that the reading rank reads, on every rank; an error is raised on every rank.
+
+        The list has one value, or none at the end.
+        """
+        ranks, cause, error = self._ranks, None, None
+        found: list[Any] | str = []
+        if self._reads:
+            try:
+                found = read()
+            except Exception as raised:
+                kind = "" if isinstance(raised, DataError) else f"{type(raised).__name__}: "
+                found, cause = f"{kind}{text_of(raised, 4000)}", raised
+        for group in self._within:
+            try:
+                found = broadcast(found, group, ranks.device, 0, _CALL)
+            except SignatureError as refused:
+                found = str(refused)
+        if isinstance(found, str):
+            replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
+            error, found = DataError(f"rank 0{replica}, {what}: {found}"), []
+        if ranks.replicas > 1:
+            count, why = len(found), partial(_different, what)
+            error = ranks.agreed(error, _CALL, lambda _: [count], why, DataError)
+        if error is not None:
+            raise error from cause
+        return found
+
+
+def _different(what: str, noun: str, _: Transport, rows: list[list[int]]) -> str | None:
+    """Why replicas cannot go on together; they have so many batches, 0 or 1."""
+    if all(row == rows[0] for row in rows):
+        return None
+    return (
+        f"the replicas have different numbers of batches: {what} exists in some, but not in "
+        "others; use the same number in all, for example with DistributedSampler(dataset, "
+        "pipe.replicas, pipe.replica)"
+    )
+
+
+def _checked(batches: Any) -> Iterable[Any]:
+    """The batches; raises unless they can be iterated over."""
+    samples = isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)
+    if samples or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        has = "samples, not batches" if samples else "no batches"
+        raise DataError(
+            f"{type(batches).__name__} has {has}; pass a DataLoader(dataset, batch_size=…), or any "
+            "iterable of batches, on the rank that reads"
+        )
+    return batches
+
+
+def length_of(batches: Any) -> int | None:
+    """How many batches there are; None if that is unknown."""
+    try:
+        return len(batches)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _plain(batch: Any, device: torch.device) -> Any:
+    """A batch on a device; mappings that pytree does not know become dicts."""
+
+    def plain(leaf: Any) -> Any:
+        # Such as transformers' BatchEncoding.
+        return _plain(dict(leaf), device) if isinstance(leaf, Mapping) else on_device(leaf, device)
+
+    return pytree.tree_map(plain, batch)
+
 
 _Key: TypeAlias = int | str
 """The place of an argument, or its name."""
@@ -67,14 +262,11 @@ class BatchDims:
 
     def __str__(self) -> str:
         """A sentence on the arguments that are not cut along dimension 0, if there are any."""
-        if not any(dim != 0 for dim in self._dims.values()):
-            return ""
         whole = [_named(key) for key, dim in self._dims.items() if dim is None]
         parts = [f"{', '.join(whole)} whole for each micro-batch"] if whole else []
-        for key, dim in self._dims.items():
-            if dim:
-                parts.append(f"{_named(key)} along dimension {dim}")
-        return f"batches are cut along dimension 0, but {'; '.join(parts)} (by the example)"
+        parts += [f"{_named(key)} along dimension {dim}" for key, dim in self._dims.items() if dim]
+        cut = f"batches are cut along dimension 0, but {'; '.join(parts)} (by the example)"
+        return cut if parts else ""
 
 
 class _UnclearError(Exception):
@@ -89,43 +281,29 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[_Key, torch
 
 def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) -> _Dims:
     """The dimension of each argument that is the batch; empty if nothing new was found."""
-    rows = _rows(pairs, microbatches, known)
-    if rows is None:
+    grown = {key: sizes[0] for key, sizes in pairs.items() if sizes[0][0] != sizes[0][1]}
+    if not grown:
+        for key, sizes in pairs.items():
+            times = any(mine * microbatches == theirs != mine for mine, theirs in sizes[1:])
+            if times and key not in known:
+                raise _UnclearError(key)  # the batch is not in front, or texts are longer
         return {}
+    rows = next(iter(grown.values()))
     found: _Dims = {}
     for key, sizes in pairs.items():
         places = [dim for dim, size in enumerate(sizes) if size == rows]
-        if len(places) > 1:
+        if len(places) > 1 or grown.get(key, rows) != rows:
             raise _UnclearError(key)
         found[key] = places[0] if places else None
-    grown = {size for key, dim in found.items() if dim is not None for size in pairs[key]} - {rows}
+    # Lengths of texts may differ, too, also in arguments that belong to all rows.
+    lengths = {size for key, dim in found.items() if dim is not None for size in pairs[key]}
     for key, dim in found.items():
-        first = pairs[key][0][0]
         # As many as the rows of a micro-batch: more likely a mistake than a table of that length.
-        mistaken = first == rows[0] > 1
-        explained = all(size in grown or size[0] == size[1] for size in pairs[key])
+        mistaken = pairs[key][0][0] == rows[0] > 1
+        explained = all(size in lengths or size[0] == size[1] for size in pairs[key])
         if dim is None and (mistaken or not explained):
             raise _UnclearError(key)
     return found
-
-
-def _rows(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) -> _Pair | None:
-    """How many rows there are in the example and in the batch; None if nothing has grown."""
-    firsts = {key: sizes[0] for key, sizes in pairs.items() if sizes[0][0] != sizes[0][1]}
-    grown = set(firsts.values())
-    if len(grown) > 1:
-        # A table of positions is as long as the texts, and grows with them.
-        grown -= {size for key in firsts for size in pairs[key][1:]}
-        if len(grown) != 1:
-            rows = next(iter(firsts.values()))
-            raise _UnclearError(next(key for key, size in firsts.items() if size != rows))
-    if grown:
-        return grown.pop()
-    for key, sizes in pairs.items():
-        times = any(mine * microbatches == theirs != mine for mine, theirs in sizes[1:])
-        if times and key not in known:
-            raise _UnclearError(key)  # the batch dimension is not the first, or texts are longer
-    return None
 
 
 def _refusal(key: _Key, example: torch.Tensor, batch: torch.Tensor) -> BatchError:
@@ -149,51 +327,3 @@ def _spec(dim: int | None) -> Replicate | TensorChunkSpec | None:
 
 def _named(key: _Key) -> str:
     return f"argument {key}" if isinstance(key, int) else key
-
-
-_OWN = "the model's own loss"
-"""Stands in the place of a target."""
-
-_NEEDED = (
-    "step() trains, so it needs a loss: Pipeline(…, loss_fn=…) for an output and a target, or a "
-    "model that returns one itself, as those of transformers do with labels=…"
-)
-
-
-def with_own_loss(target: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The target and the options of a call to a pipeline without ``loss_fn``.
-
-    A function for ``loss_weights`` is called with the labels of a micro-batch.
-    """
-    if target is not None or options.get("target_mbs") is not None:
-        return target, options
-    weights = options.get("loss_weights")
-    if not callable(weights):
-        return (_OWN, None), options
-    weighed = {**options, "loss_weights": lambda own: weights(own[1])}
-    return (_OWN, options.get("labels")), weighed
-
-
-def loss_in_output(output: Any, target: Any) -> torch.Tensor:
-    """The loss in the output of a model: itself, its ``loss``, or the only number in a tuple.
-
-    >>> float(loss_in_output({"loss": torch.tensor(2.0)}, (_OWN, None)))
-    2.0
-    >>> float(loss_in_output((torch.zeros(3, 4), torch.tensor(2.0)), (_OWN, None)))
-    2.0
-    """
-    if not (isinstance(target, tuple) and target and isinstance(target[0], str)):
-        raise LossError(f"there is a target, but no loss_fn; {_NEEDED}")
-    if isinstance(output, torch.Tensor):
-        found = [output]
-    elif isinstance(output, Mapping):
-        found = [output.get("loss")]
-    elif hasattr(output, "loss"):
-        found = [output.loss]
-    else:
-        found = output if isinstance(output, tuple | list) else []
-    numbers = [x for x in found if isinstance(x, torch.Tensor) and x.numel() == 1]
-    if len(numbers) != 1:
-        several = "several numbers" if numbers else "no loss"
-        raise LossError(f"the model returns {several} in its {type(output).__name__}; {_NEEDED}")
-    return numbers[0]

@@ -17,14 +17,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from taktline import split
 from taktline.checkpoint.model_state import HeldModel, ModelState, Processes, uses_in
 from taktline.checkpoint.pretrained import conversions_of
-from taktline.checks import check, check_callable, check_list, conform, refuse
+from taktline.checks import check, check_callable, check_list, check_one_of, conform, refuse
 from taktline.device import require_usable_device
 from taktline.errors import MismatchError, PartitionError, ScheduleError, TaktlineError, text_of
 from taktline.plan import NamedSchedule, Plan, find, read
@@ -40,11 +38,10 @@ from taktline.split.costs import Measure, measure_times
 from taktline.split.cut import Cut
 from taktline.split.recorded_stage import has_dynamic_shapes
 from taktline.stage import PipelineStage, compile_stages
-from taktline.stage.grad_sync import sync_of
 from taktline.stage.names import declared, named_parameters
 from taktline.text import counted
-from taktline.train.batches import BatchDims, loss_in_output
-from taktline.train.ranks import Ranks, find_ranks
+from taktline.train.batches import BatchDims
+from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
 from taktline.train.stage_table import StageTable
 from taktline.transport.exchange import share_values
 
@@ -76,11 +73,6 @@ def _require_state(name: str, value: Any) -> None:
         refuse(name, "a mapping from names to tensors", value)
 
 
-def _require_wrapper(name: str, value: Any) -> None:
-    if not isinstance(value, str) or value not in ("ddp", "fsdp"):
-        raise MismatchError(f'{name} is "ddp", "fsdp" or None, not {value!r}')
-
-
 _FLAGS = ("dynamic_shapes", "cuda_graphs", "compile", "measure", "check_finite")
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(_FLAGS, partial(check, kind=bool)),
@@ -92,7 +84,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "seed": partial(check, kind=int),
     "mesh": partial(check, kind=DeviceMesh),
     "state_dict": _require_state,
-    "data_parallel": _require_wrapper,
+    "data_parallel": partial(check_one_of, choices=("ddp", "fsdp"), error=MismatchError),
 }
 _NEVER_NONE = {*_FLAGS, "model"}
 
@@ -102,7 +94,8 @@ def checked(arguments: dict[str, Any]) -> SimpleNamespace:
     for name, require in _CHECKS.items():
         if arguments[name] is not None or name in _NEVER_NONE:
             require(name, arguments[name])
-    given = SimpleNamespace(**{name: value for name, value in arguments.items() if name != "self"})
+    given = SimpleNamespace(**arguments)
+    del given.self
     if isinstance(given.model, Pipe):
         given.model = [given.model.get_stage_module(s) for s in range(given.model.num_stages)]
     given.is_whole = isinstance(given.model, nn.Module)
@@ -121,6 +114,13 @@ def checked(arguments: dict[str, Any]) -> SimpleNamespace:
     if given.timeout is not None and not isinstance(given.timeout, timedelta):
         given.timeout = timedelta(seconds=check("timeout", given.timeout, float, least=0.001))
     return given
+
+
+_OF_SCHEDULE = (
+    *("loss_fn", "seed", "dynamic_shapes", "cuda_graphs", "check_finite"),
+    *("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec", "target_chunk_spec"),
+)
+"""Arguments that are options of the schedule."""
 
 
 def build(given: SimpleNamespace) -> Built:
@@ -147,33 +147,14 @@ def build(given: SimpleNamespace) -> Built:
         table.prepared = given.prepare is not None
         own = _own(modules, ranks, plan)
         ready = together(ranks, lambda: _ready(given, own, ranks))
-        state.modules = {s: _wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
-    built = Built(ranks, plan, state, table, given.example, _options(given, ranks, modules))
+        state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
+    options: dict[str, Any] = {name: getattr(given, name) for name in _OF_SCHEDULE}
+    options["seed"] = None if given.seed is None else given.seed + ranks.replica
+    options["dynamic_shapes"] |= any(map(has_dynamic_shapes, modules.values()))
+    built = Built(ranks, plan, state, table, given.example, options)
     with guarded(ranks.transport, BUILDING):
         built.schedule._runner.connect()
     return built
-
-
-_OF_SCHEDULE = (
-    "cuda_graphs",
-    "check_finite",
-    "args_chunk_spec",
-    "kwargs_chunk_spec",
-    "output_merge_spec",
-    "target_chunk_spec",
-)
-
-
-def _options(
-    given: SimpleNamespace, ranks: Ranks, modules: Mapping[int, nn.Module]
-) -> dict[str, Any]:
-    """The options of the schedule."""
-    return {
-        **{name: getattr(given, name) for name in _OF_SCHEDULE},
-        "loss_fn": given.loss_fn or loss_in_output,
-        "seed": None if given.seed is None else given.seed + ranks.replica,
-        "dynamic_shapes": given.dynamic_shapes or any(map(has_dynamic_shapes, modules.values())),
-    }
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -301,15 +282,12 @@ def _plan_of(given: SimpleNamespace, ranks: int) -> Plan:
     """The plan for so many ranks."""
     schedule, microbatches = _opened(given.schedule), given.microbatches
     if isinstance(schedule, Plan):
-        if schedule.ranks != ranks:
+        asked = ranks, microbatches or schedule.microbatches
+        if asked != (schedule.ranks, schedule.microbatches):
             raise ScheduleError(
-                f"plan {schedule.name!r} is for {counted(schedule.ranks, 'rank')}, not {ranks}; "
-                f"start {schedule.ranks}, or pass ranks={schedule.ranks} without a launcher"
-            )
-        if microbatches not in (None, schedule.microbatches):
-            raise ScheduleError(
-                f"plan {schedule.name!r} has {counted(schedule.microbatches, 'micro-batch')}, but "
-                f"microbatches is {microbatches}; leave it out"
+                f"plan {schedule.name!r} is for {counted(schedule.ranks, 'rank')} and "
+                f"{counted(schedule.microbatches, 'micro-batch')}, not {asked[0]} and {asked[1]}; "
+                "start as many ranks, and leave out ranks and microbatches"
             )
         return schedule
     if microbatches is None:
@@ -356,32 +334,25 @@ def _cut(
         # As a whole, before it is cut: then it shares all tensors with its stages.
         materialise(given.model, ranks.device, state_dict=given.state_dict)
     if isinstance(given.model, Mapping):
-        modules = dict(given.model)
-    else:
-        modules = dict(enumerate(_stages(given, plan, measure)))
-        if len(modules) != plan.stages:
-            raise PartitionError(
-                f"the model has {counted(len(modules), 'stage')}, but {plan.name} on "
-                f"{counted(plan.ranks, 'rank')} runs {plan.stages}; cut it into {plan.stages}"
-            )
-    if unknown := [stage for stage in modules if stage not in range(plan.stages)]:
+        return plan, _own(given.model, ranks, plan)
+    modules = dict(enumerate(_stages(given, plan, measure)))
+    if len(modules) != plan.stages:
         raise PartitionError(
-            f"there is no stage {unknown[0]}: {plan.name} on {counted(plan.ranks, 'rank')} has "
-            f"stages 0 to {plan.stages - 1}"
+            f"the model has {counted(len(modules), 'stage')}, but {plan.name} on "
+            f"{counted(plan.ranks, 'rank')} runs {plan.stages}; cut it into {plan.stages}"
         )
-    own = _own(modules, ranks, plan)
-    return plan, own if isinstance(given.model, Mapping) else modules
+    return plan, modules
 
 
 def _own(modules: Mapping[int, nn.Module], ranks: Ranks, plan: Plan) -> dict[int, nn.Module]:
     """The stages of this process."""
-    stages = [stage for rank in ranks.own for stage in plan.placement.stages_of(rank)]
-    if missing := sorted(set(stages) - set(modules)):
+    own = [stage for rank in ranks.own for stage in plan.placement.stages_of(rank)]
+    if set(own) - set(modules) or set(modules) - set(range(plan.stages)):
         raise PartitionError(
-            f"the plan puts stages {sorted(stages)} here, but {missing} are not among those "
-            f"passed: {sorted(modules)}"
+            f"{plan.name} on {counted(plan.ranks, 'rank')} has stages 0 to {plan.stages - 1}, of "
+            f"which {sorted(own)} run here; pass these, not {sorted(modules)}"
         )
-    return {stage: modules[stage] for stage in stages}
+    return {stage: modules[stage] for stage in own}
 
 
 def _stages(given: SimpleNamespace, plan: Plan, measure: Measure | None) -> Sequence[nn.Module]:
@@ -392,7 +363,7 @@ def _stages(given: SimpleNamespace, plan: Plan, measure: Measure | None) -> Sequ
     if plan.stages == 1 and not cuts:
         return [model]
     is_own = cuts is None and example is None
-    example = own_example(model) if is_own else example
+    example = _own_example(model) if is_own else example
     try:
         if cuts is not None:
             return split.by_names(model, cuts, example=example)
@@ -419,7 +390,7 @@ _LENGTH = 128
 """Of a text: long enough for its layers to compute, and not only to begin."""
 
 
-def own_example(model: nn.Module) -> Any:
+def _own_example(model: nn.Module) -> Any:
     """Arguments by which a model of transformers can be cut; None if it says none."""
     dummies, config = getattr(model, "dummy_inputs", None), getattr(model, "config", None)
     if not isinstance(dummies, dict):
@@ -428,17 +399,12 @@ def own_example(model: nn.Module) -> Any:
         size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
         height, width = (size, size) if isinstance(size, int) else size or (0, 0)
         return (), {"pixel_values": torch.zeros(1, channels, height, width)}
-    most = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
-    return (), {
-        name: _lengthened(without_padding(model, each), most) for name, each in dummies.items()
-    }
-
-
-def _lengthened(dummy: Any, length: int) -> Any:
-    """Texts, repeated up to a length; other values as they are."""
-    if not isinstance(dummy, torch.Tensor) or dummy.ndim != 2 or dummy.is_floating_point():
-        return dummy
-    return dummy.repeat(1, -(-length // dummy.shape[1]))[:1, :length]
+    length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    found = {name: without_padding(model, each) for name, each in dummies.items()}
+    for name, each in found.items():
+        if isinstance(each, torch.Tensor) and each.ndim == 2 and not each.is_floating_point():
+            found[name] = each.repeat(1, -(-length // each.shape[1]))[:1, :length]
+    return (), found
 
 
 def _shared_times(ranks: Ranks) -> Measure:
@@ -479,7 +445,7 @@ def _ready(
     for module in modules.values():
         materialise(module, ranks.device, state_dict=given.state_dict)
     if given.data_parallel == "fsdp":
-        _require_separate(modules)
+        require_separate(modules)
     found: dict[int, nn.Module] = {}
     for stage, module in modules.items():
         ready = module if given.prepare is None else given.prepare(module, stage)
@@ -489,89 +455,5 @@ def _ready(
             )
         found[stage] = compile_stages(ready, stage) if given.compile else ready
     if given.data_parallel is None and ranks.replicas > 1:
-        _require_wrapped(found, ranks)
+        require_wrapped(found, ranks)
     return found
-
-
-def _require_separate(modules: Mapping[int, nn.Module]) -> None:
-    """Raise if stages of this process share a module: FSDP2 shards a module only once."""
-    homes: dict[int, int] = {}
-    for stage, root in modules.items():
-        for name, module in root.named_modules():
-            home = homes.setdefault(id(vars(module)), stage)
-            if home != stage and any(True for _ in module.parameters()):
-                raise MismatchError(
-                    f"stages {home} and {stage} of this rank share the module {name}, which FSDP "
-                    'can shard only once; pass data_parallel="ddp", or cut the model so that one '
-                    "of them has it"
-                )
-
-
-def _require_wrapped(modules: Mapping[int, nn.Module], ranks: Ranks) -> None:
-    """Raise if nothing averages the gradients of a stage over its replicas."""
-    for stage, module in modules.items():
-        trains = any(parameter.requires_grad for parameter in module.parameters())
-        if trains and sync_of(module) is None:
-            dims = ", ".join(map(repr, ranks.data_dims))
-            raise MismatchError(
-                f"the mesh has room for {ranks.replicas} replicas of stage {stage} ({dims}), and "
-                'nothing averages their gradients; pass data_parallel="ddp" or "fsdp", or wrap it '
-                "in prepare"
-            )
-
-
-def _wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Module:
-    """A stage in DDP or FSDP2 over the data-parallel dimensions of the mesh."""
-    if data_parallel is None or ranks.mesh is None:
-        return module
-    if not any(parameter.is_floating_point() for parameter in module.parameters()):
-        return module  # without gradients to average, now and later
-    if data_parallel == "fsdp":
-        return _sharded(module, ranks.mesh[ranks.data_dims])
-    if len(ranks.data_dims) != 1:
-        raise MismatchError(
-            f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
-        )
-    return _replicated(module, ranks.groups[ranks.data_dims[0]])
-
-
-def _replicated(module: nn.Module, group: ProcessGroup) -> nn.Module:
-    """DDP, also around a frozen stage, which the user may unfreeze later."""
-    parameters = [each for each in module.parameters() if each.is_floating_point()]
-    is_frozen = not any(each.requires_grad for each in parameters)
-    # DDP wants one that is trained; it keeps memory for its gradient.
-    smallest = min(parameters, key=torch.Tensor.numel)
-    smallest.requires_grad_(smallest.requires_grad or is_frozen)
-    try:
-        return DistributedDataParallel(module, process_group=group)
-    finally:
-        smallest.requires_grad_(smallest.requires_grad and not is_frozen)
-
-
-def _sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2, with each block of a list of layers gathered by itself."""
-    from torch.distributed.fsdp import fully_shard
-
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    for path, layer in _layers(module):
-        held = [name for parameter in layer.parameters() for name in names[parameter]]
-        # What it shares with others is sharded with the stage: FSDP2 shards a parameter once.
-        if held and all(name.startswith(path) for name in held):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    return module
-
-
-def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The layers in lists, with their paths; not those inside of other layers."""
-    for name, child in module.named_children():
-        inside = f"{path}{name}."
-        # Containers have no forward, so they cannot be sharded by themselves.
-        if isinstance(module, nn.ModuleList) and not isinstance(
-            child, nn.ModuleList | nn.ModuleDict
-        ):
-            yield inside, child
-        else:
-            yield from _layers(child, inside)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -23,12 +23,11 @@ from taktline.errors import ArgumentError, MismatchError, UseError
 from taktline.runtime.microbatch import describe
 from taktline.split.recorded_stage import model_of
 from taktline.stage.names import unwrapped
+from taktline.train.batches import broadcast_output
 from taktline.train.build import Built
-from taktline.train.loader import broadcast_output
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """The arguments of :meth:`taktline.Pipeline.generate`."""
 
     ids: torch.Tensor
@@ -59,9 +58,8 @@ class Request:
 
     def digest(self) -> int:
         """A number that is the same on all ranks with the same arguments."""
-        mask = self.attention_mask
-        texts = [self.ids.tolist(), None if mask is None else mask.tolist()]
-        return crc32(str([texts, self.eos_token_id, self.pad_token_id]).encode())
+        values = [each.tolist() if isinstance(each, torch.Tensor) else each for each in self]
+        return crc32(str(values).encode())
 
     def ends(self, model: Any) -> tuple[torch.Tensor, int]:
         """The tokens that end a text, and the token that fills it up."""
@@ -127,7 +125,7 @@ def _agree(built: Built, request: Request, model: nn.Module | None) -> None:
 
 def _model(built: Built) -> nn.Module | None:
     """A module of this process that is a model of transformers, if there is one."""
-    stages = [unwrapped(stage.submod) for stage in built.schedule._stages]
+    stages = [unwrapped(module) for module in built.model.modules.values()]
     whole = (model_of(stage) for stage in stages)
     modules = [m for m in whole if m is not None] or [m for s in stages for m in s.modules()]
     return next((m for m in modules if callable(getattr(m, "can_generate", None))), None)

@@ -16,13 +16,13 @@ from taktline.private import private
 from taktline.sharding import is_sharded, local
 from taktline.stage.names import named_modules
 from taktline.text import first_of
+from taktline.train.batches import broadcast
 from taktline.train.build import Built
-from taktline.train.loader import broadcast
 from taktline.train.ranks import Ranks
 from taktline.transport.exchange import share_floats, share_values
 
 _BEFORE = "convert the model before you make the pipeline of it"
-_INSTEAD = {
+INSTEAD = {
     "forward": "call step(…) to train, and eval(…) for outputs",
     "backward": "step(…) runs forward and backward",
     "cuda": 'pass the device when you make it: Pipeline(…, device="cuda")',
@@ -33,6 +33,7 @@ _INSTEAD = {
     "buffers": "pipe.state_dict() has them",
     "compile": "pass it when you make it: Pipeline(…, compile=True)",
 }
+"""What to use for an attribute that a module has and a pipeline does not."""
 
 
 class AnyName:
@@ -48,29 +49,6 @@ class AnyName:
 def no_children(pipe: object) -> Iterator[Any]:
     """Yields nothing: a pipeline has the model's names, and no children of its own."""
     return iter(())
-
-
-def advice(name: str) -> str:
-    """What to use instead of an attribute that a module has and a pipeline does not."""
-    return f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
-
-
-def require_no_gradients(model: ModelState) -> None:
-    """Raise if a plain model would now return outputs with gradients."""
-    if torch.is_grad_enabled() and any(module.training for module in model.modules.values()):
-        raise UseError(
-            "the outputs of a pipeline have no gradients: call step(x, target=y), which runs "
-            "forward and backward; or eval(x), or this under torch.no_grad(), for outputs"
-        )
-
-
-def zero_grad(parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
-    """Drop gradients, or set those that are there to zero."""
-    for parameter in parameters:
-        if set_to_none or parameter.grad is None:
-            parameter.grad = None
-        else:
-            parameter.grad.detach_().zero_()
 
 
 def modules_of(model: ModelState) -> Iterator[tuple[str, nn.Module]]:
@@ -97,9 +75,6 @@ def require_here(here: torch.device, where: Iterable[Any]) -> None:
                 )
 
 
-_norms_on_gpu = private("torch._foreach_norm", "norms of many gradients at once", None)
-
-
 class Scaler(torch.amp.GradScaler):
     """A GradScaler for all ranks: if one finds an infinite gradient, all skip the step.
 
@@ -121,11 +96,10 @@ class Scaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here = any(bool(flag) for flag in found.values())
-        anywhere = torch.full_like(
-            found_inf, float(self._ranks.on_any_rank(here, "a GradScaler's step"))
-        )
+        anywhere = float(self._ranks.on_any_rank(here, "a GradScaler's step"))
         # Also on a rank without gradients: it must skip the step, too.
-        return {device: anywhere.to(device) for device in (*found, found_inf.device)}
+        devices = (*found, found_inf.device)
+        return {device: torch.full_like(found_inf, anywhere, device=device) for device in devices}
 
 
 def scale(ranks: Ranks, scaler: torch.amp.GradScaler) -> float:
@@ -145,9 +119,7 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
     The norms of single gradients are combined in the order of the model, as torch does for the
     plain model. Then not even the last bit depends on how the model was cut.
     """
-    if not (isinstance(norm_type, float) and norm_type == math.inf):
-        norm_type = check("norm_type", norm_type, float, least=0)
-    if not norm_type:
+    if norm_type != math.inf and not check("norm_type", norm_type, float, least=0):
         refuse("norm_type", "more than 0", norm_type)
     with built.everywhere("grad_norm()"):
         norms = _own_norms(built, norm_type)
@@ -160,17 +132,17 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
         found: dict[float, float] = {}
         for _, *row in rows:
             found |= zip(row[: len(row) // 2], row[len(row) // 2 :], strict=True)
-        in_order = [found[place] for place in sorted(found)] or [0.0]  # torch refuses none
-        total = torch.linalg.vector_norm(
-            torch.tensor(in_order, dtype=dtype, device="cpu"), norm_type
-        )
+        total = _combined([found[place] for place in sorted(found)], norm_type, dtype)
         if norm_type == math.inf:  # until here that of the shards in this pipeline
             for transport in built.ranks.everyone[1:]:
-                rows = share_floats(transport, [float(total)], "grad_norm()")
-                total = torch.linalg.vector_norm(
-                    torch.tensor(rows, dtype=dtype, device="cpu"), norm_type
-                )
+                shared = share_floats(transport, [float(total)], "grad_norm()")
+                total = _combined([number for (number,) in shared], norm_type, dtype)
     return total.to(built.ranks.device)
+
+
+def _combined(numbers: list[float], norm_type: float, dtype: torch.dtype) -> torch.Tensor:
+    found = torch.tensor(numbers or [0.0], dtype=dtype, device="cpu")  # torch refuses none
+    return torch.linalg.vector_norm(found, norm_type)
 
 
 def _own_norms(built: Built, norm_type: float) -> dict[int, torch.Tensor]:
@@ -179,7 +151,7 @@ def _own_norms(built: Built, norm_type: float) -> dict[int, torch.Tensor]:
     place_of = {parameter: place for place, parameter in parameters.items()}
     for alike in _alike(parameters.values()):
         places = [place_of[parameter] for parameter in alike]
-        gradients = [_gradient(parameter) for parameter in alike]
+        gradients: list[Any] = [parameter.grad for parameter in alike]
         if is_sharded(gradients[0]):
             norms[places[0]] = _norm_of_shards(gradients, norm_type)
         else:
@@ -199,8 +171,12 @@ def _norm_of_shards(gradients: list[Any], norm_type: float) -> torch.Tensor:
     return torch.stack([*_single_norms(shards, norm_type)]).max()
 
 
+_norms_on_gpu = private("torch._foreach_norm", "norms of many gradients at once", None)
+
+
 def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[torch.Tensor]:
     """The norm of each gradient, by the same kernels as in torch's clip_grad_norm_."""
+    gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
     if norm_type == math.inf:  # torch refuses the largest element of an empty tensor
         gradients = [each if each.numel() else each.new_zeros(1) for each in gradients]
     if gradients[0].is_cuda and _norms_on_gpu is not None:
@@ -208,24 +184,20 @@ def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[t
     return [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
 
 
-def require_clip(max_norm: float, error_if_nonfinite: bool) -> None:
-    """Raise unless the arguments of ``clip_grad_norm_`` are valid."""
-    if not (isinstance(max_norm, float) and max_norm == math.inf):
+def clip(built: Built, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    """Scale gradients down, so that their norm is at most ``max_norm``; returns what it was."""
+    if max_norm != math.inf:
         check("max_norm", max_norm, float, least=0)
     check("error_if_nonfinite", error_if_nonfinite, bool)
-
-
-def clip(
-    parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor, require_finite: bool
-) -> None:
-    """Scale gradients down, so that the norm of all of them is at most ``max_norm``."""
-    if require_finite and not math.isfinite(norm):
+    found = norm(built, norm_type)
+    if error_if_nonfinite and not math.isfinite(found):
         raise LossError(
-            f"the norm of the gradients is {norm.item()}, so they cannot be clipped; leave out "
+            f"the norm of the gradients is {found.item()}, so they cannot be clipped; leave out "
             "this step, or pass error_if_nonfinite=False"
         )
-    for alike in _alike(parameters):
-        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
+    for alike in _alike(parameter for _, parameter in built.named_parameters()):
+        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, found)
+    return found
 
 
 def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[nn.Parameter]]:
@@ -237,12 +209,6 @@ def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[nn.Parameter]]:
             layout = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
             groups.setdefault(layout, []).append(parameter)
     return list(groups.values())
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None  # see _alike
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def own_state(model: ModelState, *, with_rest: bool) -> dict[str, torch.Tensor]:
@@ -283,40 +249,37 @@ def gathered_state(
     return {name: state[name] for name in (*model.names, *state) if name in state}
 
 
-def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
-    """Load the tensors of this process from a state of the whole model."""
-    check("state_dict", state, Mapping, "a mapping from names to tensors")
-    check("strict", strict, bool)
-    known = _with_synonyms(model, state)
-    if strict:
-        held = own_state(model, with_rest=True)
-        missing = [name for name in held if name not in known]
-        if missing:
-            raise MismatchError(f"the state lacks {first_of(missing)}; {_ADVICE}")
-        foreign = [name for name in state if name not in model.names and name not in held]
-        if foreign:
-            raise MismatchError(f"the model lacks {first_of(foreign)} of the state; {_ADVICE}")
-    with torch.no_grad():
-        for name, tensor in (*(each[:2] for each in model.held()), *model.rest.items()):
-            if name in known:
-                _copy(tensor, known[name], name)
-
-
 _ADVICE = "pass strict=False to load what fits"
 
 
-def _with_synonyms(model: ModelState, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state with a weight of several names under each of them; files may have only one."""
+def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+    """Load the tensors of this process from a state of the whole model; all of it, or nothing."""
+    check("state_dict", state, Mapping, "a mapping from names to tensors")
+    check("strict", strict, bool)
+    # A weight of several names has each of them; files may have only one.
     first = model.first_names()
     found = {first.get(name, name): value for name, value in state.items()}
-    return {**{name: found[known] for name, known in first.items() if known in found}, **state}
+    known = {name: found[other] for name, other in first.items() if other in found} | {**state}
+    if strict:
+        held = own_state(model, with_rest=True)
+        if missing := [name for name in held if name not in known]:
+            raise MismatchError(f"the state lacks {first_of(missing)}; {_ADVICE}")
+        if foreign := [name for name in state if name not in model.names and name not in held]:
+            raise MismatchError(f"the model lacks {first_of(foreign)} of the state; {_ADVICE}")
+    own = [(each.name, each.tensor) for each in model.held()] + list(model.rest.items())
+    pairs = [(name, tensor, known[name]) for name, tensor in own if name in known]
+    for name, tensor, value in pairs:
+        check(f"state_dict[{name!r}]", value, torch.Tensor)
+        if tensor.shape != value.shape:
+            raise MismatchError(
+                f"{name} is {list(tensor.shape)} in the model, but {list(value.shape)} in the state"
+            )
+    with torch.no_grad():
+        for _, tensor, value in pairs:
+            _copy(tensor, value)
 
 
-def _copy(tensor: torch.Tensor, value: torch.Tensor, name: str) -> None:
-    if tensor.shape != value.shape:
-        raise MismatchError(
-            f"{name} is {list(tensor.shape)} in the model, but {list(value.shape)} in the state"
-        )
+def _copy(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if is_sharded(tensor) and not is_sharded(value):
         from torch.distributed.tensor import distribute_tensor
 

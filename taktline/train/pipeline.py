@@ -24,13 +24,11 @@ from taktline.plan import Plan
 from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.train import parameters, steps
-from taktline.train.batches import with_own_loss
+from taktline.train.batches import SharedLoader
 from taktline.train.build import Built, Model, Prepare, ScheduleChoice, build, checked
 from taktline.train.generate import Request, generate
-from taktline.train.loader import SharedLoader
-from taktline.train.parameters import Scaler, gathered_state, load_state, own_state
+from taktline.train.parameters import INSTEAD, Scaler, gathered_state, load_state, own_state
 from taktline.train.preemption import PREEMPTED, Preemption
-from taktline.train.ranks import Ranks
 from taktline.train.stage_table import Boundaries
 from taktline.train.steps import Metrics, Outputs, progress
 from taktline.train.verify import Verification, verify
@@ -143,12 +141,12 @@ class Pipeline:
         timeout: float | timedelta | None = None,
     ) -> None:
         given = checked(locals())  # all arguments, as nothing else is set yet
+        given.loss_fn = loss_fn or steps.loss_in_output
         self._loss_fn, self._turn = loss_fn, Turn("this pipeline")
         self._metrics = Metrics(report_stragglers)
-        self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
+        self._preemption = Preemption(on_preempt, self)
         self._live: Built | None = build(given)
-        if self._preemption is not None:
-            self._preemption.listen(self._live)
+        self._preemption.listen(self._live)
 
     @classmethod
     def from_pretrained(cls, source: Any, **options: Any) -> Self:
@@ -190,17 +188,17 @@ class Pipeline:
                 ``target_mbs`` as in :meth:`Schedule.step`; all others are keyword arguments of
                 the model.
         """
-        self._end_if_preempted()
-        steps.require_backward(self.plan)
+        self._preemption.end_if_agreed(self)
         if self._loss_fn is None:
-            target, options = with_own_loss(target, options)
-        options["grad_scale"] = 1.0 if scaler is None else parameters.scale(self._ranks, scaler)
+            target, options = steps.with_own_loss(target, options)
+        options["grad_scale"] = (
+            1.0 if scaler is None else parameters.scale(self._built.ranks, scaler)
+        )
         batch, lists = (args, target, options), (losses, aux_losses)
         with self._turn, self._metrics.report(self._built):
             output, loss = steps.run(self._built, "step", batch, lists, return_outputs)
         self._metrics.note((*args, *options.values()), loss)
-        if self._preemption is not None:
-            self._preemption.hear()
+        self._preemption.hear()
         return (loss, output) if return_outputs else loss
 
     def eval(
@@ -220,25 +218,29 @@ class Pipeline:
         """
         if not args and not options and target is None and return_outputs is None:
             return self.train(False)
-        self._end_if_preempted()
+        self._preemption.end_if_agreed(self)
         own = options.get("labels") is not None or return_outputs is False
         if self._loss_fn is None and own:
-            target, options = with_own_loss(target, options)
+            target, options = steps.with_own_loss(target, options)
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs
         batch, lists = (args, target, options), (losses, aux_losses)
         with self._turn, steps.in_mode(*self.stages.values(), training=False):
             output, loss = steps.run(self._built, "eval", batch, lists, wanted)
-        if self._preemption is not None:
-            self._preemption.hear()
-            self._end_if_preempted()
+        self._preemption.hear()
+        self._preemption.end_if_agreed(self)
         if not wanted:
             return loss
         return output if loss is None else (loss, output)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of a batch, as :meth:`eval` returns them; to train, call :meth:`step`."""
-        parameters.require_no_gradients(self._built.model)
+        modules = self._built.model.modules.values()
+        if torch.is_grad_enabled() and any(module.training for module in modules):
+            raise UseError(
+                "the outputs of a pipeline have no gradients: call step(x, target=y), which runs "
+                "forward and backward; or eval(x), or this under torch.no_grad(), for outputs"
+            )
         return self.eval(*args, **kwargs)
 
     def verify(
@@ -251,10 +253,10 @@ class Pipeline:
     ) -> Verification:
         """Compare one step with the plain model: returns the first tensor that differs, if any.
 
-        A copy of the plain model gets the pipeline's values and runs the whole batch at once. This
-        compares the outputs of all modules for each micro-batch, the loss, and the gradients of the
-        parameters. Dropout is off. Gradients, buffers and random numbers stay as they are. Every
-        rank calls it with the same batch, and needs memory for the whole model.
+        A copy of the plain model gets the pipeline's values and runs the whole batch at once. The
+        outputs of modules, the loss and the gradients are compared, without dropout. Gradients,
+        buffers and random numbers stay as they are. Every rank calls it with the same batch, and
+        needs memory for the whole model.
 
         Args:
             model: the plain model, in any state; of a list of stages ``nn.Sequential(*stages)``.
@@ -269,9 +271,7 @@ class Pipeline:
         stage 1, loss: the loss differs by ...; the mean of loss_fn over micro-batches is not ...
         """
         if self._loss_fn is None:
-            target, options = with_own_loss(target, options)
-        if tolerance is not None:
-            check("tolerance", tolerance, float, least=0)
+            target, options = steps.with_own_loss(target, options)
         with self._turn:
             return verify(self._built, model, (args, target, options), tolerance)
 
@@ -307,7 +307,7 @@ class Pipeline:
         The first rank of each replica reads, and sends every batch to the others. All ranks call
         this and iterate together; ranks that do not read may pass None.
         """
-        return SharedLoader(batches, self._ranks)
+        return SharedLoader(batches, self._built.ranks)
 
     def progress(self, batches: Iterable[T], *, every: int = 10) -> Iterator[T]:
         """Yields the batches, while the first rank shows how training goes.
@@ -320,14 +320,12 @@ class Pipeline:
                 these steps is traced to measure the bubble.
         """
         check("every", every, int, least=1)
-        return progress(self, batches, every, measured=not self._ranks.in_one_process)
+        return progress(self, batches, every, measured=not self._built.ranks.in_one_process)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a log, under the same names each time; those that are known.
-
-        ``step``, ``loss`` (of the latest step), ``step_ms``, ``rows_per_s`` and ``tokens_per_s``
-        (of all replicas, over the last 20 steps), ``bubble`` (of the latest step that
-        :meth:`progress` has measured), ``peak_memory`` (bytes of this process).
+        """Numbers for a log, those that are known: ``step``, ``loss``, ``step_ms``, ``rows_per_s``
+        and ``tokens_per_s`` (of all replicas, over the last 20 steps), ``bubble`` (of the latest
+        step that :meth:`progress` has measured), ``peak_memory`` (bytes of this process).
         """
         return self._metrics.read(self._built.schedule.steps, self.replicas, self.device)
 
@@ -340,7 +338,7 @@ class Pipeline:
 
     def scaler(self, **options: Any) -> Scaler:
         """A ``torch.amp.GradScaler`` with the same decision on all ranks; takes its options."""
-        return Scaler(self._ranks, **options)
+        return Scaler(self._built.ranks, **options)
 
     @known_keywords
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
@@ -352,10 +350,7 @@ class Pipeline:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the norm of all gradients like ``torch.nn.utils.clip_grad_norm_``; returns it."""
-        parameters.require_clip(max_norm, error_if_nonfinite)
-        norm = self.grad_norm(norm_type)
-        parameters.clip(self.parameters(), max_norm, norm, error_if_nonfinite)
-        return norm
+        return parameters.clip(self._built, max_norm, norm_type, error_if_nonfinite)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Average gradients over replicas once for all steps in ``with pipe.accumulate():``.
@@ -366,7 +361,11 @@ class Pipeline:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this process, as ``optimizer.zero_grad()`` does."""
-        parameters.zero_grad(self.parameters(), set_to_none)
+        for parameter in self.parameters():
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this process."""
@@ -392,9 +391,8 @@ class Pipeline:
 
     def named_buffers(self, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """The persistent buffers of this process, with their names in the model."""
-        for name, value in {held.name: held.tensor for held in self._built.held().held}.items():
-            if not isinstance(value, nn.Parameter):
-                yield name, value
+        held = {each.name: each.tensor for each in self._built.held().held}
+        yield from ((name, x) for name, x in held.items() if not isinstance(x, nn.Parameter))
 
     def train(self, mode: bool = True) -> Self:
         """Put the modules into training mode, or with False into that of evaluation."""
@@ -419,8 +417,8 @@ class Pipeline:
         model = self._built.model
         if check("gathered", gathered, bool):
             with self._built.everywhere("state_dict(gathered=True)"):
-                return gathered_state(model, self._ranks)
-        return own_state(model, with_rest=0 in self._ranks.own)
+                return gathered_state(model, self._built.ranks)
+        return own_state(model, with_rest=0 in self._built.ranks.own)
 
     @known_keywords
     def load_state_dict(
@@ -465,8 +463,7 @@ class Pipeline:
         """
         training = Training(optimizer, scheduler, scaler, data, extra)
         with self._turn:
-            if self._preemption is not None:
-                self._preemption.place(training)
+            self._preemption.place(training)
             held = self._built.held()
             return saving.save(held, folder, training, keep=keep, async_save=async_save)
 
@@ -497,8 +494,7 @@ class Pipeline:
         training = Training(optimizer, scheduler, scaler, data)
         with self._turn:
             loaded = loading.load(self._built.held(), folder, training)
-            if self._preemption is not None:
-                self._preemption.use(data)
+            self._preemption.use(data)
             return loaded
 
     @known_keywords
@@ -518,7 +514,7 @@ class Pipeline:
         For errors whose ``recoverable`` says "reconnect". Call ``zero_grad()`` before the next
         step. Raises a :class:`MismatchError` if the latest step has ended on some ranks only.
         """
-        for transport in self._ranks.transports:
+        for transport in self._built.ranks.transports:
             transport.reconnect()
         self._built.schedule._runner.restart(self._built.schedule.steps)
 
@@ -530,8 +526,7 @@ class Pipeline:
         """
         with self._turn:
             if self._live is not None:
-                if self._preemption is not None:
-                    self._preemption.close()
+                self._preemption.close()
                 ranks, self._live = self._live.ranks, None
                 ranks.close()
 
@@ -553,41 +548,33 @@ class Pipeline:
     @property
     def schedules(self) -> dict[int, Schedule]:
         """The schedule of each rank of this process; if all ranks are here, one runs them all."""
-        return dict.fromkeys(self._ranks.own, self._built.schedule)
+        return dict.fromkeys(self._built.ranks.own, self._built.schedule)
 
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
-        return self._ranks.device
+        return self._built.ranks.device
 
     @property
     def is_first(self) -> bool:
         """Whether this process is the one to print, and to save a gathered state."""
-        return 0 in self._ranks.own and self._ranks.is_first
+        return 0 in self._built.ranks.own and self._built.ranks.is_first
 
     @property
     def replica(self) -> int:
         """The number of this replica of the pipeline, from 0 up."""
-        return self._ranks.replica
+        return self._built.ranks.replica
 
     @property
     def replicas(self) -> int:
         """How many replicas of the pipeline there are, each on data of its own."""
-        return self._ranks.replicas
+        return self._built.ranks.replicas
 
     @property
     def _built(self) -> Built:
         if self._live is None:
             raise UseError("this pipeline was closed; make a new one")
         return self._live
-
-    @property
-    def _ranks(self) -> Ranks:
-        return self._built.ranks
-
-    def _end_if_preempted(self) -> None:
-        if self._preemption is not None:
-            self._preemption.end_if_agreed(self)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """The attribute in which torch looks up the rest of a name, by the name's first part."""
@@ -607,7 +594,8 @@ class Pipeline:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        text = f"a {type(self).__name__} has no {name!r}{parameters.advice(name)}"
+        advice = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+        text = f"a {type(self).__name__} has no {name!r}{advice}"
         raise AttributeError(text, name=name, obj=self)
 
     def __repr__(self) -> str:

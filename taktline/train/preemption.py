@@ -43,11 +43,9 @@ class Position(NamedTuple):
     """Where training goes on, noted before the next batch was read."""
 
     random: dict[str, Any]
-    """The state of all generators."""
     data: Any
     """The object with the position in the data, if it is known."""
     state: Any
-    """The state of this object."""
 
 
 class AnotherStep(BaseException):
@@ -57,25 +55,27 @@ class AnotherStep(BaseException):
 class Preemption:
     """Listens for SIGTERM for a pipeline, until that is collected or ``close()`` is called."""
 
-    def __init__(self, on_preempt: Callable[[Any], object], pipe: Any) -> None:
+    def __init__(self, on_preempt: Callable[[Any], object] | None, pipe: Any) -> None:
+        """Without ``on_preempt``, this does nothing."""
+        self._on_preempt = on_preempt
+        self._built: Callable[[], Built | None] = lambda: None
+        self._data: Any = None
+        """The object with the position in the data, of the latest save or load."""
+        self._noting: RemovableHandle | None = None
+        self._leave: Callable[[], object] = lambda: None
+        self._forget()
+        if on_preempt is None:
+            return
         if threading.current_thread() is not threading.main_thread():
             raise UseError(
                 "on_preempt handles SIGTERM, which only the main thread can; make the pipeline "
                 "there"
             )
-        self._on_preempt = on_preempt
-        self._built: ref[Built] | None = None
-        self._data: Any = None
-        """The object with the position in the data, of the latest save or load."""
-        self._noting: RemovableHandle | None = None
-        self._forget()
         _signals.join()
         self._leave = finalize(pipe, _signals.leave)
 
     def _forget(self) -> None:
         """Begin anew: nothing is agreed on or noted."""
-        self._agreed = False
-        """Whether all ranks know that one of them has received SIGTERM."""
         self._ending = False
         """Whether ``on_preempt`` is running; its own steps do not end the process."""
         self._waited = False
@@ -84,33 +84,27 @@ class Preemption:
         if self._noting is not None:
             self._noting.remove()
         self._noting = None
+        """Set when all ranks know that one of them has received SIGTERM."""
 
     def listen(self, built: Built) -> None:
         """Let every step ask whether SIGTERM has come."""
-        self._built = ref(built)
-        built.schedule._runner.agreement.asks_to_stop = _signals.received
-
-    @property
-    def _waiting(self) -> Built | None:
-        """The pipeline, if it may have to end."""
-        return None if self._built is None or self._ending else self._built()
+        if self._on_preempt is not None:
+            self._built = ref(built)
+            built.schedule._runner.agreement.asks_to_stop = _signals.received
 
     def hear(self) -> None:
         """Agree whether SIGTERM has reached any rank; all ranks call this after a step or eval."""
-        if (built := self._waiting) is None:
+        if (built := self._built()) is None or self._ending:
             return
         heard = built.schedule._runner.agreement.preempted
-        if self._agreed or built.ranks.in_any_pipeline(heard, "whether to end"):
-            self._agreed = True
+        if self._noting is not None or built.ranks.in_any_pipeline(heard, "whether to end"):
             self._note()
-            if self._noting is None:
-                # An optimizer may draw random numbers, too.
+            if self._noting is None:  # an optimizer may draw random numbers, too
                 self._noting = register_optimizer_step_post_hook(self._note)
 
     def _note(self, *_: object) -> None:
         """Note where training goes on from here; also after each step of an optimizer."""
-        built = None if self._built is None else self._built()
-        if built is not None and not torch.compiler.is_compiling():
+        if (built := self._built()) is not None and not torch.compiler.is_compiling():
             state = None if self._data is None else copy.deepcopy(self._data.state_dict())
             random = RandomNumbers(built.held()).state_dict()
             self._position = Position(random, self._data, state)
@@ -122,7 +116,7 @@ class Preemption:
     def place(self, training: Training) -> None:
         """In ``on_preempt``, save the position from before the batch of the step that waits."""
         self.use(training.data)
-        built, position = None if self._built is None else self._built(), self._position
+        built, position = self._built(), self._position
         if built is None or position is None or not self._ending:
             return
         unknown = training.data is not None and training.data is not position.data
@@ -143,10 +137,10 @@ class Preemption:
         ``on_preempt`` is called, and has returned on every rank. This returns if training has to go
         on, if only for one more step.
         """
-        if (built := self._waiting) is None or not self._agreed:
+        built = self._built()
+        if built is None or self._on_preempt is None or self._ending or self._noting is None:
             return
-        waits = built.schedule._runner.awaits_update()
-        if built.ranks.on_any_rank(waits, "whether to end"):
+        if built.ranks.on_any_rank(built.schedule._runner.awaits_update(), "whether to end"):
             return
         self._ending = True
         try:

@@ -6,22 +6,25 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 
 from taktline.checks import check, launched
 from taktline.device import gpu_for_each_process
 from taktline.errors import MismatchError, TaktlineError, TransportError
 from taktline.private import private
+from taktline.stage.grad_sync import sync_of
 from taktline.text import counted
 from taktline.transport import Transport, transport_of
 from taktline.transport.communicators import default_group, timeout_of
@@ -320,3 +323,82 @@ def forget_meshes() -> None:
         forget = private("torch.distributed.tensor.debug._clear_sharding_prop_cache", what, None)
         if forget is not None:
             forget()
+
+
+def require_separate(modules: Mapping[int, nn.Module]) -> None:
+    """Raise if stages of this process share a module: FSDP2 shards a module only once."""
+    homes: dict[int, int] = {}
+    for stage, root in modules.items():
+        for name, module in root.named_modules():
+            home = homes.setdefault(id(vars(module)), stage)
+            if home != stage and any(True for _ in module.parameters()):
+                raise MismatchError(
+                    f"stages {home} and {stage} of this rank share the module {name}, which FSDP "
+                    'can shard only once; pass data_parallel="ddp", or cut the model so that one '
+                    "of them has it"
+                )
+
+
+def require_wrapped(modules: Mapping[int, nn.Module], ranks: Ranks) -> None:
+    """Raise if nothing averages the gradients of a stage over its replicas."""
+    for stage, module in modules.items():
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        if trains and sync_of(module) is None:
+            dims = ", ".join(map(repr, ranks.data_dims))
+            raise MismatchError(
+                f"the mesh has room for {ranks.replicas} replicas of stage {stage} ({dims}), and "
+                'nothing averages their gradients; pass data_parallel="ddp" or "fsdp", or wrap it '
+                "in prepare"
+            )
+
+
+def wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Module:
+    """A stage in DDP or FSDP2 over the data-parallel dimensions of the mesh."""
+    if data_parallel is None or ranks.mesh is None:
+        return module
+    if not any(parameter.is_floating_point() for parameter in module.parameters()):
+        return module  # without gradients to average, now and later
+    if data_parallel == "fsdp":
+        return _sharded(module, ranks.mesh[ranks.data_dims])
+    if len(ranks.data_dims) != 1:
+        raise MismatchError(
+            f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
+        )
+    return _replicated(module, ranks.groups[ranks.data_dims[0]])
+
+
+def _replicated(module: nn.Module, group: ProcessGroup) -> nn.Module:
+    """DDP, also around a frozen stage, which the user may unfreeze later."""
+    parameters = [each for each in module.parameters() if each.is_floating_point()]
+    is_frozen = not any(each.requires_grad for each in parameters)
+    # DDP wants one that is trained; it keeps memory for its gradient.
+    smallest = min(parameters, key=torch.Tensor.numel)
+    smallest.requires_grad_(smallest.requires_grad or is_frozen)
+    try:
+        return DistributedDataParallel(module, process_group=group)
+    finally:
+        smallest.requires_grad_(smallest.requires_grad and not is_frozen)
+
+
+def _sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2, with each block of a list of layers gathered by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    named = list(module.named_parameters(remove_duplicate=False))
+    # What several layers share is sharded with the stage: FSDP2 shards a parameter once.
+    if len(named) == len({parameter for _, parameter in named}):
+        for layer in _layers(module):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers in lists; not those inside of other layers."""
+    for child in module.children():
+        # Containers have no forward, so they cannot be sharded by themselves.
+        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if isinstance(module, nn.ModuleList) and not is_container:
+            yield child
+        else:
+            yield from _layers(child)

@@ -18,16 +18,15 @@ from weakref import ref
 import torch
 from torch import nn
 
-from taktline import pytree
 from taktline.checks import check_one_of
-from taktline.errors import BatchError, ScheduleError
-from taktline.plan import Kind, Plan, Timeline, stragglers
+from taktline.errors import BatchError, LossError, ScheduleError
+from taktline.plan import Kind, Timeline, stragglers
 from taktline.runtime.schedule import Schedule
 from taktline.split.arguments import without_cache
 from taktline.stage.names import unwrapped
 from taktline.text import size_text
+from taktline.train.batches import broadcast_output, length_of, on_device
 from taktline.train.build import Built
-from taktline.train.loader import broadcast_output, length_of
 from taktline.transport.exit_hooks import notes
 
 T = TypeVar("T")
@@ -51,8 +50,10 @@ def run(
     return_outputs: Outputs,
 ) -> tuple[Any, torch.Tensor | None]:
     """Run a step or an eval; returns its output, and its loss, which is the same on all ranks."""
-    check_one_of("return_outputs", return_outputs, (True, False, "last"), error=BatchError)
-    args, target, options = _on_device(batch, built.ranks.device)
+    check_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
+    if verb == "step" and not built.plan.has(Kind.B, Kind.I):
+        raise ScheduleError(f"{built.plan.name} has no backward; call eval(…)")
+    args, target, options = on_device(batch, built.ranks.device)
     if built.plan.stages == 1:
         options = _without_cache(built, options)
     output = getattr(built.schedule, verb)(
@@ -89,10 +90,47 @@ def _explain_backward(error: BaseException) -> None:
 notes.append(_explain_backward)
 
 
-def require_backward(plan: Plan) -> None:
-    """Raise unless a plan can train."""
-    if not plan.has(Kind.B, Kind.I):
-        raise ScheduleError(f"{plan.name} has no backward; call eval(…)")
+_OWN = "the model's own loss"
+"""Stands in the place of a target."""
+_NEEDED = (
+    "step() trains, so it needs a loss: Pipeline(…, loss_fn=…) for an output and a target, or a "
+    "model that returns one itself, as those of transformers do with labels=…"
+)
+
+
+def with_own_loss(target: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The target and the options of a call to a pipeline without ``loss_fn``.
+
+    A function for ``loss_weights`` is called with the labels of a micro-batch.
+    """
+    if target is not None or options.get("target_mbs") is not None:
+        return target, options
+    weights = options.get("loss_weights")
+    if not callable(weights):
+        return (_OWN, None), options
+    options = {**options, "loss_weights": lambda own: weights(own[1])}
+    return (_OWN, options.get("labels")), options
+
+
+def loss_in_output(output: Any, target: Any) -> torch.Tensor:
+    """The loss in the output of a model: itself, its ``loss``, or the only number in a tuple.
+
+    >>> float(loss_in_output((torch.zeros(3, 4), torch.tensor(2.0)), (_OWN, None)))
+    2.0
+    """
+    if not (isinstance(target, tuple) and target and isinstance(target[0], str)):
+        raise LossError(f"there is a target, but no loss_fn; {_NEEDED}")
+    if isinstance(output, tuple | list):
+        found = list(output)
+    elif isinstance(output, Mapping):
+        found = [output.get("loss")]
+    else:
+        found = [getattr(output, "loss", output)]
+    numbers = [x for x in found if isinstance(x, torch.Tensor) and x.numel() == 1]
+    if len(numbers) != 1:
+        several = "several numbers" if numbers else "no loss"
+        raise LossError(f"the model returns {several} in its {type(output).__name__}; {_NEEDED}")
+    return numbers[0]
 
 
 def of_model(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,25 +145,12 @@ def _without_cache(built: Built, options: dict[str, Any]) -> dict[str, Any]:
     """
     if options.get("kwarg_mbs") is not None or built.options["kwargs_chunk_spec"] is not None:
         return options  # the user has said what each keyword argument is
-    model = unwrapped(built.schedule._stages[0].submod)
-    return without_cache(_argument_names(type(model)), options)
+    return without_cache(_argument_names(type(unwrapped(built.model.modules[0]))), options)
 
 
 @lru_cache(maxsize=16)
 def _argument_names(model: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
-
-
-def _on_device(values: T, device: torch.device) -> T:
-    """The values, with CPU tensors moved to the device."""
-    if device.type == "cpu":
-        return values
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        on_cpu = tensor.device.type == "cpu"
-        return tensor.to(device, non_blocking=True) if on_cpu else tensor
-
-    return pytree.tree_map_only(torch.Tensor, move, values)
 
 
 @contextmanager

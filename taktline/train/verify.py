@@ -99,6 +99,8 @@ def verify(
     tolerance: float | None,
 ) -> Verification:
     """See :meth:`taktline.Pipeline.verify`; all ranks take part."""
+    if tolerance is not None:
+        check("tolerance", tolerance, float, least=0)
     mesh = built.ranks.mesh
     if mesh is not None and mesh.ndim > 1:
         raise UseError(

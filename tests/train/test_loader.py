@@ -84,7 +84,7 @@ class TestInOneProcess:
         ("given", "text"),
         [
             (DATA, r"TensorDataset has samples, not batches; pass a DataLoader\(dataset"),
-            (None, "NoneType has no batches; pass a DataLoader, or any iterable"),
+            (None, "NoneType has no batches; pass a DataLoader"),
             (3, "int has no batches"),
         ],
     )

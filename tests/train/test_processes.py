@@ -455,7 +455,7 @@ def misused(rank: int, group: Any, what: str) -> str:
     calls = {
         "grad_norm": pipe.grad_norm,
         "state_dict": lambda: pipe.state_dict(gathered=True),
-        "scaler": lambda: pipe._ranks.on_any_rank(False, "a GradScaler's step"),
+        "scaler": lambda: pipe._built.ranks.on_any_rank(False, "a GradScaler's step"),
         "eval": lambda: pipe.eval(TOKENS, target=TARGET),
     }
     pipe.step(TOKENS, target=TARGET)
