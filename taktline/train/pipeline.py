@@ -144,9 +144,10 @@ class Pipeline:
         given.loss_fn = loss_fn or steps.loss_in_output
         self._loss_fn, self._turn = loss_fn, Turn("this pipeline")
         self._metrics = Metrics(report_stragglers)
-        self._preemption = Preemption(on_preempt, self)
+        self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
         self._live: Built | None = build(given)
-        self._preemption.listen(self._live)
+        if self._preemption is not None:
+            self._preemption.listen(self._live)
 
     @classmethod
     def from_pretrained(cls, source: Any, **options: Any) -> Self:
@@ -188,7 +189,8 @@ class Pipeline:
                 ``target_mbs`` as in :meth:`Schedule.step`; all others are keyword arguments of
                 the model.
         """
-        self._preemption.end_if_agreed(self)
+        if self._preemption is not None:
+            self._preemption.end_if_agreed(self)
         if self._loss_fn is None:
             target, options = steps.with_own_loss(target, options)
         options["grad_scale"] = (
@@ -198,7 +200,8 @@ class Pipeline:
         with self._turn, self._metrics.report(self._built):
             output, loss = steps.run(self._built, "step", batch, lists, return_outputs)
         self._metrics.note((*args, *options.values()), loss)
-        self._preemption.hear()
+        if self._preemption is not None:
+            self._preemption.hear()
         return (loss, output) if return_outputs else loss
 
     def eval(
@@ -218,7 +221,8 @@ class Pipeline:
         """
         if not args and not options and target is None and return_outputs is None:
             return self.train(False)
-        self._preemption.end_if_agreed(self)
+        if self._preemption is not None:
+            self._preemption.end_if_agreed(self)
         own = options.get("labels") is not None or return_outputs is False
         if self._loss_fn is None and own:
             target, options = steps.with_own_loss(target, options)
@@ -227,8 +231,9 @@ class Pipeline:
         batch, lists = (args, target, options), (losses, aux_losses)
         with self._turn, steps.in_mode(*self.stages.values(), training=False):
             output, loss = steps.run(self._built, "eval", batch, lists, wanted)
-        self._preemption.hear()
-        self._preemption.end_if_agreed(self)
+        if self._preemption is not None:
+            self._preemption.hear()
+            self._preemption.end_if_agreed(self)
         if not wanted:
             return loss
         return output if loss is None else (loss, output)
@@ -463,7 +468,8 @@ class Pipeline:
         """
         training = Training(optimizer, scheduler, scaler, data, extra)
         with self._turn:
-            self._preemption.place(training)
+            if self._preemption is not None:
+                self._preemption.place(training)
             held = self._built.held()
             return saving.save(held, folder, training, keep=keep, async_save=async_save)
 
@@ -494,7 +500,8 @@ class Pipeline:
         training = Training(optimizer, scheduler, scaler, data)
         with self._turn:
             loaded = loading.load(self._built.held(), folder, training)
-            self._preemption.use(data)
+            if self._preemption is not None:
+                self._preemption.use(data)
             return loaded
 
     @known_keywords
@@ -526,7 +533,8 @@ class Pipeline:
         """
         with self._turn:
             if self._live is not None:
-                self._preemption.close()
+                if self._preemption is not None:
+                    self._preemption.close()
                 ranks, self._live = self._live.ranks, None
                 ranks.close()
 

@@ -55,22 +55,18 @@ class AnotherStep(BaseException):
 class Preemption:
     """Listens for SIGTERM for a pipeline, until that is collected or ``close()`` is called."""
 
-    def __init__(self, on_preempt: Callable[[Any], object] | None, pipe: Any) -> None:
-        """Without ``on_preempt``, this does nothing."""
-        self._on_preempt = on_preempt
-        self._built: Callable[[], Built | None] = lambda: None
-        self._data: Any = None
-        """The object with the position in the data, of the latest save or load."""
-        self._noting: RemovableHandle | None = None
-        self._leave: Callable[[], object] = lambda: None
-        self._forget()
-        if on_preempt is None:
-            return
+    def __init__(self, on_preempt: Callable[[Any], object], pipe: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UseError(
                 "on_preempt handles SIGTERM, which only the main thread can; make the pipeline "
                 "there"
             )
+        self._on_preempt = on_preempt
+        self._built: Callable[[], Built | None] = lambda: None
+        self._data: Any = None
+        """The object with the position in the data, of the latest save or load."""
+        self._noting: RemovableHandle | None = None
+        self._forget()
         _signals.join()
         self._leave = finalize(pipe, _signals.leave)
 
@@ -88,9 +84,8 @@ class Preemption:
 
     def listen(self, built: Built) -> None:
         """Let every step ask whether SIGTERM has come."""
-        if self._on_preempt is not None:
-            self._built = ref(built)
-            built.schedule._runner.agreement.asks_to_stop = _signals.received
+        self._built = ref(built)
+        built.schedule._runner.agreement.asks_to_stop = _signals.received
 
     def hear(self) -> None:
         """Agree whether SIGTERM has reached any rank; all ranks call this after a step or eval."""
@@ -138,7 +133,7 @@ class Preemption:
         on, if only for one more step.
         """
         built = self._built()
-        if built is None or self._on_preempt is None or self._ending or self._noting is None:
+        if built is None or self._ending or self._noting is None:
             return
         if built.ranks.on_any_rank(built.schedule._runner.awaits_update(), "whether to end"):
             return

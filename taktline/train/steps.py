@@ -53,7 +53,9 @@ def run(
     check_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
     if verb == "step" and not built.plan.has(Kind.B, Kind.I):
         raise ScheduleError(f"{built.plan.name} has no backward; call eval(…)")
-    args, target, options = on_device(batch, built.ranks.device)
+    if built.ranks.device.type != "cpu":
+        batch = on_device(batch, built.ranks.device)
+    args, target, options = batch
     if built.plan.stages == 1:
         options = _without_cache(built, options)
     output = getattr(built.schedule, verb)(
