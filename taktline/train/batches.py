@@ -39,6 +39,7 @@ from taktline.transport.wire import Layout
 
 def on_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors from the CPU on a device."""
+
     def move(tensor: torch.Tensor) -> torch.Tensor:
         on_cpu = tensor.device.type == "cpu"
         return tensor.to(device, non_blocking=True) if on_cpu else tensor
