@@ -84,12 +84,8 @@ class Verification:
         return self.difference is None
 
     def __str__(self) -> str:
-        if self.difference is None:
-            return f"equal to the plain model: {self.compared:,} tensors"
-        return str(self.difference)
-
-    def __repr__(self) -> str:
-        return f"Verification({self})"
+        equal = f"equal to the plain model: {self.compared:,} tensors"
+        return equal if self.difference is None else str(self.difference)
 
 
 def verify(
@@ -128,17 +124,23 @@ def verify(
         _, loss = run(built, "step", _cloned(batch), (None, None), False)
         built.schedule.steps, runner.stepped_at = before, stepped_at  # this is no training step
         for stage, recorded in forwards.items():
-            order = [part for part in _forward_order(built.plan, stage) if part < len(recorded)]
+            order = [part for part in _order(built.plan, stage) if part < len(recorded)]
             found.outputs(stage, dict(sorted(zip(order, recorded, strict=True))))
         if loss is not None:
             where = (0, -1, built.plan.stages - 1, "")
             found.compare("loss", where, loss.detach(), found.loss.detach(), _MEAN)
         for stage, name, parameter in built.parameters():
             found.parameter(stage, name, parameter)
-    return _merged(built, found)
+    first = None if found.first is None else astuple(found.first)
+    shape = (int, Either(None, (str, int, int, int, str, float, str)))
+    mine, call = (found.compared, first), "verify()"
+    shared = share_values(built.ranks.transport, mine, shape, call, what="the differences")
+    differences = [Difference(*each) for _, each in shared if each is not None]
+    compared = sum(count for count, _ in shared)
+    return Verification(compared, min(differences, key=Difference.order, default=None))
 
 
-def _forward_order(plan: Plan, stage: int) -> list[int]:
+def _order(plan: Plan, stage: int) -> list[int]:
     """The micro-batches in the order in which a stage runs them forward."""
     rows = plan.rows_of(plan.placement.rank_of[stage])
     return rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
@@ -152,18 +154,14 @@ def _copy_of(model: nn.Module, built: Built) -> nn.Module:
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     plain = plain.to_empty(device=device) if is_meta else plain.to(device)
     try:
-        missing, unknown = plain.load_state_dict(values, strict=False)
+        plain.load_state_dict(values)
     except RuntimeError as error:
-        raise UseError(f"verify() needs the plain model, with the same shapes: {error}") from None
-    if missing or unknown:
-        differ = f"without {missing[:3]}" if missing else f"with {unknown[:3]}"
         raise UseError(
-            f"verify() needs the plain model, with the names of pipe.state_dict(), which is "
-            f"{differ}; of a list of stages it is nn.Sequential(*stages)"
-        )
+            "verify() needs the plain model, with the names and shapes of pipe.state_dict(); of a "
+            f"list of stages it is nn.Sequential(*stages): {error}"
+        ) from None
     plain.train(all(module.training for module in built.model.modules.values()))
-    for parameter in plain.parameters():
-        parameter.grad = None
+    plain.zero_grad()
     return plain
 
 
@@ -177,30 +175,15 @@ def _same_modules(built: Built, stage: int, plain: nn.Module) -> dict[str, nn.Mo
     return found
 
 
-def _merged(built: Built, found: _Comparison) -> Verification:
-    """Combine the results of all ranks; each rank gets the same."""
-    first = None if found.first is None else astuple(found.first)
-    shape = (int, Either(None, (str, int, int, int, str, float, str)))
-    results = share_values(
-        built.ranks.transport, (found.compared, first), shape, "verify()", what="the differences"
-    )
-    differences = [Difference(*each) for _, each in results if each is not None]
-    compared = sum(count for count, _ in results)
-    return Verification(compared, min(differences, key=Difference.order, default=None))
-
-
 _Forward: TypeAlias = dict[tuple[str, int, int], torch.Tensor]
 """Outputs by module, its call within the forward, and the place in its output; in that order."""
 
 
 @contextmanager
 def _recording(root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[list[_Forward]]:
-    """Yields a list that gets the outputs of modules in each call of ``root``.
-
-    What is computed again in a backward is not recorded.
-    """
+    """Yields a list that gets the outputs of modules in each call of ``root``."""
     forwards: list[_Forward] = []
-    inside, counts = [False], Counter[str]()
+    inside, counts = [False], Counter[str]()  # what a backward computes again is not recorded
 
     def begin(*_: Any) -> None:
         inside[0] = True
@@ -213,8 +196,7 @@ def _recording(root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[li
     def hook(name: str) -> Callable[..., None]:
         def record(module: nn.Module, args: Any, output: Any) -> None:
             if inside[0]:
-                # Other classes of tensors are placeholders for values that a stage does not have.
-                tensors = [x for x in pytree.tree_leaves(output) if type(x) is torch.Tensor]
+                tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
                 for place, tensor in enumerate(tensors):
                     # A copy, as the next module may change it in place.
                     forwards[-1][name, counts[name], place] = tensor.detach().clone()
@@ -222,14 +204,14 @@ def _recording(root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[li
 
         return record
 
-    handles = [root.register_forward_pre_hook(begin)]
-    handles += [part.register_forward_hook(hook(name)) for name, part in modules.items()]
-    handles.append(root.register_forward_hook(end, always_call=True))
-    try:
+    with ExitStack() as stack:
+        for handle in (
+            root.register_forward_pre_hook(begin),
+            *(part.register_forward_hook(hook(name)) for name, part in modules.items()),
+            root.register_forward_hook(end, always_call=True),
+        ):
+            stack.callback(handle.remove)
         yield forwards
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Comparison:
@@ -239,9 +221,12 @@ class _Comparison:
         self._tolerance = tolerance
         self.first: Difference | None = None
         self.compared = 0
-        with _recording(model, named_modules(model)) as forwards:
-            self.loss = _loss(model, loss_fn, batch)
-            self.loss.backward()
+        args, target, options = _cloned(batch)
+        with _recording(model, named_modules(model)) as forwards, collect_losses() as added:
+            output = model(*args, **of_model(options))
+        loss = loss_fn(output, target, **options.get("loss_kwargs") or {})
+        self.loss = sum(added, start=loss)
+        self.loss.backward()
         self._expected = forwards[0]
         named = list(model.named_parameters(remove_duplicate=False))
         self._gradients = {name: (place, p.grad) for place, (name, p) in enumerate(named)}
@@ -254,8 +239,7 @@ class _Comparison:
             found = {m: forward[call] for m, forward in by_microbatch.items() if call in forward}
             rows = _rows(whole, list(found.values()))
             for (microbatch, output), expected in zip(found.items(), rows, strict=False):
-                where = (place, microbatch, stage, call[0])
-                self.compare("forward", where, output, expected)
+                self.compare("forward", (place, microbatch, stage, call[0]), output, expected)
 
     def parameter(self, stage: int, name: str, parameter: nn.Parameter) -> None:
         """Compare the sum of a parameter's gradients over the micro-batches."""
@@ -292,14 +276,6 @@ class _Comparison:
         difference = Difference(within, *where, size, advice)
         if self.first is None or difference.order() < self.first.order():
             self.first = difference
-
-
-def _loss(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
-    args, target, options = _cloned(batch)
-    with collect_losses() as added:
-        output = model(*args, **of_model(options))
-        loss = loss_fn(output, target, **options.get("loss_kwargs") or {})
-    return loss + sum(added)
 
 
 def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

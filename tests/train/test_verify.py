@@ -449,5 +449,5 @@ def test_over_processes(workers: Workers, broken: bool) -> None:
 
 def test_another_model_is_refused() -> None:
     pipe = Pipeline(LM(), cuts=CUTS[2], microbatches=PARTS, ranks=2, loss_fn=loss_fn)
-    with pytest.raises(UseError, match="needs the plain model, with the names of"):
+    with pytest.raises(UseError, match="needs the plain model, with the names"):
         pipe.verify(nn.Linear(2, 2), TOKENS, target=TARGET)
