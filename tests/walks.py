@@ -1,5 +1,7 @@
 """Which files of the package a cut, a batch, a save and an error really pass: a traced run.
 
+The walk of an error is from where a stage raises it to where the user gets it.
+
 ::
 
     python -m tests.walks        # how many, and which
@@ -10,7 +12,6 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,28 +24,44 @@ import taktline as tl
 _HOUSE = Path(tl.__file__).parent
 
 
-def passed(action: Callable[[], Any]) -> list[str]:
-    """The files of the package of which code runs during a call, in all threads."""
-    names: set[str] = set()
+class Walk:
+    """Notes the files of the package of which code runs, or which an error leaves."""
 
-    def note(frame: Any, event: str, _: object) -> None:
-        if event == "call":
-            names.add(frame.f_code.co_filename)
+    def __init__(self) -> None:
+        self._names: set[str] = set()
 
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
+    def begin(self) -> None:
+        """From now on, in all threads."""
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def end(self) -> list[str]:
+        """The files so far."""
         sys.setprofile(None)
         threading.setprofile(None)
-    found = [Path(name) for name in names]
-    return sorted(str(f.relative_to(_HOUSE)) for f in found if f.is_relative_to(_HOUSE))
+        found = [Path(name) for name in self._names]
+        return sorted(str(f.relative_to(_HOUSE)) for f in found if f.is_relative_to(_HOUSE))
+
+    def _note(self, frame: Any, event: str, _: object) -> None:
+        if event in ("call", "return"):
+            self._names.add(frame.f_code.co_filename)
+
+
+class Fails(nn.Linear):
+    """Raises if it is told to; the walk of an error begins there."""
+
+    walk: Walk | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.walk is not None:
+            self.walk.begin()
+            raise RuntimeError("out of luck")
+        return super().forward(input)
 
 
 def walks() -> dict[str, list[str]]:
     """The files that each walk passes, once everything is imported and was used before."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model = nn.Sequential(*(Fails(4, 4) for _ in range(4)))
     x, found = torch.ones(8, 4), dict[str, list[str]]()
 
     def cut() -> tl.split.Pieces:
@@ -61,16 +78,22 @@ def walks() -> dict[str, list[str]]:
     def save() -> None:
         pipe.save(folder, optimizer=optimizer)
 
-    def error() -> None:
-        with suppress(tl.StageError):
-            pipe.step(x[:, :3], target=x)
-
     with tempfile.TemporaryDirectory() as folder:
-        for name, action in {"cut": cut, "batch": batch, "save": save, "error": error}.items():
+        for name, action in {"cut": cut, "batch": batch, "save": save}.items():
             for _ in range(3):
-                found[name] = passed(action)
+                walk = Walk()
+                walk.begin()
+                action()
+                found[name] = walk.end()
                 optimizer.step()
                 optimizer.zero_grad()
+    failing = next(m for m in pipe.stages[1].modules() if isinstance(m, Fails))
+    for _ in range(2):
+        failing.walk = walk = Walk()
+        with suppress(tl.StageError):
+            batch()
+        found["error"], failing.walk = walk.end(), None
+        batch()
     return found
 
 

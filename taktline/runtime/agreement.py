@@ -1,75 +1,53 @@
 """Agreement among ranks: what each says of its call, and the first difference.
 
 Ranks share one record before a step and one at its end. If a rank has an error, all ranks raise it;
-otherwise the first field in which records differ is named by a table. What takes longer to say, as
-before a first step and when a pipeline is built, is compared as a blueprint: a list of texts, of
-which the records have a digest.
+otherwise the first field in which records differ is named by a table. Data is compared by
+fingerprints.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
-from torch import nn
+import numpy as np
+import torch
 
+from taktline import pytree
 from taktline.errors import BatchError, MismatchError, StageError, TaktlineError, text_of
-from taktline.plan import Plan
-from taktline.runtime.fingerprint import digest_of
-from taktline.runtime.losses import LossRelay, losses_as_numbers, put_losses
+from taktline.runtime.feed import Feed
+from taktline.runtime.microbatch import Batch
 from taktline.runtime.program import Failure
 from taktline.runtime.replicas import Replicas
-from taktline.runtime.stage_actions import Feed
-from taktline.runtime.ties import TieUse, untied
-from taktline.stage import PipelineStage
-from taktline.stage.names import OPTION, PLACE, TOPICS, Blueprint, attached, blueprint
+from taktline.sharding import local
 from taktline.text import by_rank, counted
-from taktline.transport import Transport
+from taktline.transport import Channel, Handle, Transport
 from taktline.transport.distributed import Distributed
-from taktline.transport.exchange import retold, share_error, share_values
-
-T = TypeVar("T")
-
-BUILDING = "Pipeline(…)"
-NO_STORY = "a rank failed without saying why; look at the other ranks' output"
+from taktline.transport.exchange import as_floats, as_integers, retold, share_error, share_values
 
 
 class Record(NamedTuple):
-    """What one rank says of its call of step() or eval(), as numbers; 0 fits any other value."""
+    """What one rank says of its call of step() or eval(), as numbers."""
 
     failed: int = 0
-    """1 if the rank has an error."""
-    schedule: int = 0
-    """Which schedule of these ranks it is, by their first steps."""
-    call: int = 0
-    """Which call of this schedule's step() and eval() it is."""
-    step: int = 0
-    """The number of training steps so far."""
-    shares: int = 0
-    """Whether every rank gets the losses."""
+    schedule: int = 0  # by the order of first steps
+    call: int = 0  # which step() or eval() of the schedule
+    step: int = 0  # training steps so far
+    shares: int = 0  # whether every rank gets the losses
     traces: int = 0
-    """Whether a trace is being recorded."""
     plan: int = 0
-    batch: int = 0
-    """The size of the batch along its micro-batches, 0 if this rank got none."""
-    target: int = 0
-    """The same for the target, unless it has a chunk spec of its own."""
-    inputs: int = 0
-    """A digest of the shapes and types of the arguments."""
-    compared: int = 0
-    """The call whose data the fingerprints describe; 0 for none."""
+    batch: int = 0  # rows; 0 if the rank got no batch
+    target: int = 0  # rows, unless the target has a chunk spec of its own
+    inputs: int = 0  # a digest of the shapes and types of the arguments
+    compared: int = 0  # the call whose data has these fingerprints; 0 for none
     arguments: int = 0
-    """The fingerprint of the data in the arguments; 0 if the rank got none."""
     targets: int = 0
-    """The fingerprint of the target."""
-    skips: int = 0
-    """At the end of a step: whether stages of this rank have got skips."""
-    preempted: int = 0
-    """At the end of a step: whether this rank was asked to stop."""
-    losses: tuple[int, ...] = ()
-    """At the end of a step whose losses are shared."""
+    skips: int = 0  # at the end: whether stages have got skips
+    preempted: int = 0  # at the end: whether the rank was asked to stop
+    losses: tuple[int, ...] = ()  # at the end, if they are shared
 
     @classmethod
     def read(cls, ranks: Sequence[Sequence[int]]) -> list[Record]:
@@ -81,29 +59,41 @@ class Record(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field that all ranks must have in common, and the words if they do not."""
+    """A field of a record that all ranks must have in common, and the words if they do not."""
 
     name: str
     what: str
     advice: str
     show: Callable[[Any], object] = str
-    """The value, in words."""
     optional: bool = False
     """Whether 0 stands for nothing, and fits any value."""
 
 
+def _numbered(number: int) -> str:
+    return f"number {number}" if number else "a new one"
+
+
+def _digest(number: int) -> str:
+    return f"digest {number:016x}"[:15]
+
+
+_ONE_BATCH = (
+    "inputs would meet the targets of other samples. Pass every rank of a pipeline the same batch: "
+    "draw it from a generator of its own, or read it on one rank and hand it on with "
+    "pipe.loader(…)"
+)
 SAME_STEP = (
     Field(
         "schedule",
         "the ranks step different schedules, counted by their first steps",
         "step the same schedules in the same order on every rank",
-        lambda number: f"number {number}" if number else "a new one",
+        _numbered,
     ),
     Field(
         "call",
         "the ranks are in different calls of step() and eval()",
         "a rank has left one out, or made one more. Make the same calls on every rank",
-        lambda number: f"number {number}",
+        _numbered,
     ),
     Field(
         "step",
@@ -111,8 +101,6 @@ SAME_STEP = (
         "set steps on every rank when you resume",
     ),
 )
-"""Fields of a record by which ranks see that they are in the same step."""
-
 SAME_KIND = (
     Field(
         "shares",
@@ -139,21 +127,10 @@ SAME_KIND = (
         optional=True,
     ),
 )
-"""Fields of a record on which the messages of a step depend."""
-
-SAME_DATA = tuple(
-    Field(
-        name,
-        f"the ranks were given different {name}",
-        "inputs would meet the targets of other samples. Pass every rank of a pipeline the same "
-        "batch: draw it from a generator of its own, or read it on one rank and hand it on with "
-        "pipe.loader(…)",
-        lambda digest: f"digest {digest:016x}"[:15],
-        optional=True,
-    )
-    for name in ("arguments", "targets")
+SAME_DATA = (
+    Field("arguments", "the ranks were given different arguments", _ONE_BATCH, _digest, True),
+    Field("targets", "the ranks were given different targets", _ONE_BATCH, _digest, True),
 )
-"""Fields of a record by which ranks see that they were given the same data."""
 
 
 def difference(table: Sequence[Field], ranks: Sequence[Any]) -> str | None:
@@ -194,6 +171,7 @@ class Agreement:
         self._transport = transport
         self._replicas = replicas
         self._feed = feed
+        self._processes = transport if isinstance(transport, Distributed) else None
         self.relay: LossRelay | None = None
         """Carries losses to the other ranks where reading them would wait for a GPU."""
         self.asks_to_stop: Callable[[], bool] | None = None
@@ -208,17 +186,25 @@ class Agreement:
             yield
         except TaktlineError as raised:
             raise self._replicas.agree(raised, what) or raised from raised.__cause__
+        if not self._replicas.partners:
+            return
         if (elsewhere := self._replicas.agree(None, what)) is not None:
             raise elsewhere
 
     def share(self, mine: Record, error: TaktlineError | None, what: str) -> list[Record]:
         """The records of all ranks; raises the error of the first rank that has one."""
+        if self._transport.size == 1:
+            if error is not None:
+                raise error
+            return [mine]
         numbers = [*mine[:-1], *mine.losses]
         records = Record.read(self._transport.exchange(numbers, what))
         if self.relay is not None:
             self.relay.settle()
         if any(record.failed for record in records):
-            raise share_error(self._transport, error) or MismatchError(NO_STORY)
+            raise share_error(self._transport, error) or MismatchError(
+                "a rank failed without saying why; look at the other ranks' output"
+            )
         return records
 
     def conclude(self, mine: Record, failure: Failure | None, what: str) -> bool:
@@ -227,12 +213,15 @@ class Agreement:
         # One process has all losses, and need not wait.
         shares = feed.shares and self._transport.size > 1
         with self.with_replicas(what):
-            if shares and self.relay is not None:
-                relayed = self.relay.share({} if failure else feed.losses, feed.microbatches)
+            if shares:
+                # A rank that has failed may lack some losses; no rank reads them then.
+                said = Feed(microbatches=feed.microbatches) if failure else feed
+                if self.relay is not None:
+                    relayed = self.relay.share(said.losses, said.microbatches)
+                mine = mine._replace(losses=losses_as_numbers(said, relayed))
             mine = mine._replace(
                 failed=int(failure is not None),
                 preempted=int(self.asks_to_stop is not None and self.asks_to_stop()),
-                losses=losses_as_numbers(feed, failure is not None, relayed) if shares else (),
             )
             records = self.share(mine, None if failure is None else failure.error, what)
             self.preempted = any(record.preempted for record in records)
@@ -255,20 +244,21 @@ class Agreement:
 
     def has_verdict(self) -> bool:
         """Whether the ranks know that one of them has failed."""
-        return isinstance(self._transport, Distributed) and self._transport.verdict is not None
+        return self._processes is not None and self._processes.verdict is not None
 
     def cause(self, error: BaseException) -> TaktlineError | None:
         """Why another rank's failure has raised an error here; None if it is this rank's own."""
-        return self._transport.explain(error) if isinstance(self._transport, Distributed) else None
+        return None if self._processes is None else self._processes.explain(error)
 
     def judge(self, error: Exception, located: StageError | None) -> None:
         """Raise if the ranks cannot go on: another rank failed, or others compute with this one."""
         if (cause := self.cause(error)) is not None:
             raise cause from error
         # The ranks that compute with this one wait for it in the middle of an action.
-        together = located is not None and self._replicas.computes_together(located.stage)
-        if located is not None and together and isinstance(self._transport, Distributed):
-            self._transport.raised(located)
+        if located is None or self._processes is None:
+            return
+        if self._replicas.computes_together(located.stage):
+            self._processes.raised(located)
             raise located
 
 
@@ -283,183 +273,245 @@ def located(error: Exception, transport: Transport, other: type[TaktlineError]) 
     return found
 
 
-_TIE = {"tie": {"uses": [(int, str)]}, "stage": int, "kind": str, "identity": str}
-INTRODUCTION = {
-    "options": int,  # the digest of what the schedule was given
-    "model": int,  # that of the model that the stages were cut from; 0 if it is not known
-    "stages": [int],
-    "shards": bool,  # whether a stage is gathered before it computes
-    "reduces": bool,  # whether a stage averages its gradients over replicas
-    "in_company": bool,  # whether processes of other pipelines share the work of its stages
-    "ties": [_TIE],  # the tied weights in the rank's stages
-    "number": int,  # what the rank proposes as the schedule's number; that of rank 0 counts
-}
-"""What a rank says of its part of a schedule, once before the first step."""
+# Losses, as part of a record.
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""The types in which losses are shared."""
+_NO_LOSS = -1
 
 
-def introduce(
-    transport: Transport,
-    mine: Mapping[str, Any],
-    options: Blueprint,
-    model: Blueprint,
-    rank_of: Sequence[int],
-) -> list[dict[str, Any]]:
-    """Share what this rank says of its schedule; raises unless all ranks fit together.
+def losses_as_numbers(feed: Feed, relayed: torch.Tensor | None) -> tuple[int, ...]:
+    """The losses and scales of this rank, which other ranks read with :func:`put_losses`.
 
-    ``rank_of`` has the rank of each stage, by the plan.
+    Main losses are left out if a :class:`LossRelay` has carried them, but not their type.
     """
-    said = {"options": digest(options), "model": digest(model), **mine}
-    what = "what a rank says of itself, that"
-    ranks = share_values(transport, said, INTRODUCTION, "the first step", what=what)
-    for name, whole in (("options", options), ("model", model)):
-        if reason := first_difference(transport, whole, [rank[name] for rank in ranks]):
-            raise MismatchError(reason)
-    if reason := misfit(ranks, rank_of):
-        raise MismatchError(reason)
-    return ranks
+    code, count = _NO_LOSS, feed.microbatches
+    if feed.losses:
+        dtype = feed.losses[0].dtype  # float64 holds those of integer types
+        code = _DTYPES.index(dtype if dtype in _DTYPES else torch.float64)
+    main = _values({} if relayed is not None else feed.losses, count)
+    values = [*main, *_values(feed.aux_losses, count), *(feed.scales or [0.0] * count)]
+    return code, int(bool(feed.aux_losses)), *as_integers(values)
 
 
-def misfit(ranks: Sequence[Mapping[str, Any]], rank_of: Sequence[int]) -> str | None:
-    """Why ranks with these introductions cannot run a schedule together; None if they can."""
-    misplaced: list[str] = []
-    for rank, said in enumerate(ranks):
-        needs = [stage for stage, there in enumerate(rank_of) if there == rank]
-        if sorted(said["stages"]) != needs:
-            misplaced.append(
-                f"rank {rank} has {_listed(said['stages'])} and needs {_listed(needs)}"
-            )
-    if misplaced:
-        return f"the stages are not where the schedule runs them: {'; '.join(misplaced)}"
-    return untied([TieUse.from_plain(use) for said in ranks for use in said["ties"]])
+def put_losses(ranks: Iterable[Sequence[int]], feed: Feed, relayed: torch.Tensor | None) -> None:
+    """Put all ranks' losses into the feed: main ones with their scales, sums of added ones."""
+    dtype, losses, aux = None, {}, {}
+    for code, has_aux, *bits in ranks:
+        values = as_floats(bits)
+        count = len(values) // 3
+        if code != _NO_LOSS:
+            dtype, losses = _DTYPES[code], dict(enumerate(values[:count]))
+            feed.scales = values[2 * count :] if any(values[2 * count :]) else None
+        if has_aux:
+            added = enumerate(values[count : 2 * count])
+            aux = {m: aux.get(m, 0.0) + value for m, value in added}
+    feed.losses, feed.aux_losses = _tensors(losses, dtype), _tensors(aux, dtype)
+    if relayed is not None and losses:
+        feed.losses = dict(enumerate(relayed.to(dtype).unbind()))
 
 
-def _listed(stages: Sequence[int]) -> str:
-    if not stages:
-        return "no stage"
-    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+def _values(losses: Mapping[int, torch.Tensor], count: int) -> list[float]:
+    """Losses as numbers with all their digits, 0 where there are none."""
+    if not losses:
+        return [0.0] * count
+    return _joined(losses, count, next(iter(losses.values())).device).tolist()
 
 
-def option(name: str, value: object) -> tuple[str, str, str]:
-    """The entry of a blueprint for something that was passed."""
-    return OPTION, name, str(value)
+def _joined(losses: Mapping[int, torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
+    """All losses together, so that the host waits for a GPU only once."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([losses[m].to(zero) if m in losses else zero for m in range(count)])
 
 
-def digest(mine: Blueprint) -> int:
-    """A number for a blueprint; 0 for an empty one, which fits all others."""
-    return digest_of(text for entry in mine for text in entry) | 1 if mine else 0
+def _tensors(values: dict[int, float], dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
+    together = torch.tensor(list(values.values()), dtype=dtype, device="cpu")
+    return dict(zip(values, together.unbind(), strict=True))
 
 
-def whole_model(stages: Sequence[PipelineStage]) -> Blueprint:
-    """The blueprint of the model that stages were cut from; empty if it is not known."""
-    found = {stage.stage_index: whole for stage in stages if (whole := attached(stage.submod))}
-    for stage, whole in found.items():
-        if whole != next(iter(found.values())):
-            raise MismatchError(
-                f"stages {next(iter(found))} and {stage} of this rank were cut from different "
-                "models, or at different places; take all stages from one split"
-            )
-    return next(iter(found.values()), ())
+class LossRelay:
+    """Sends losses from rank to rank as tensors, so that no host waits for the GPU.
 
+    Losses take the way of the gradients, and reach a rank at its last stage::
 
-def first_difference(
-    transport: Transport, mine: Blueprint, digests: Sequence[int], noun: str = "rank"
-) -> str | None:
-    """The first difference between the blueprints of two ranks; None if all are the same.
-
-    All ranks take part, and return the same.
+        stage        0         1         2         3
+        rank         0         1         2         0
+        losses                 1 ◀────── 2 ◀────── 0
     """
-    counts = Counter(number for number in digests if number)
-    if len(counts) < 2:
+
+    def __init__(self, transport: Transport, rank_of: Sequence[int], device: torch.device) -> None:
+        """``rank_of`` has the rank of each stage."""
+        self._transport = transport
+        self._device = device
+        last_stages = {rank: stage for stage, rank in enumerate(rank_of)}
+        del last_stages[rank_of[-1]]
+        sources = {rank: rank_of[stage + 1] for rank, stage in last_stages.items()}
+        self._source = sources.get(transport.rank)
+        self._targets = [rank for rank, source in sources.items() if source == transport.rank]
+        self._sent: list[Handle] = []
+
+    def share(self, losses: Mapping[int, torch.Tensor], count: int) -> torch.Tensor:
+        """The losses of ``count`` micro-batches, the same on every rank; all ranks take part.
+
+        A rank that should have losses and has none sends zeros.
+        """
+        here, values = self._transport.rank, _joined(losses, count, self._device)
+        data = values.view(torch.uint8)
+        if self._source is not None:
+            self._transport.receiver(Channel(self._source, here, True))(data).wait()
+        self._sent = [
+            self._transport.sender(Channel(here, target, True))(data) for target in self._targets
+        ]
+        return values
+
+    def settle(self) -> None:
+        """Wait for the sends, after all ranks have posted their receives."""
+        for handle in self._sent:
+            handle.wait()
+        self._sent = []
+
+
+# Fingerprints of the data of a batch.
+
+_SAMPLED = 4096
+"""The most elements of a tensor that are read."""
+_PLACE_BITS = 28
+"""The bits of a place in a tensor, as a fraction of its length: 12 for one of 4,096 parts, the
+others for the place in the part."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes."""
+
+
+def digest_of(texts: Iterable[str]) -> int:
+    """A number of 63 bits for some texts, the same in every process (unlike Python's hash)."""
+    data = "\0".join(f"{len(text)}:{text}" for text in texts).encode(errors="surrogatepass")
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def inputs_of(batch: Batch, flags: Sequence[str]) -> int:
+    """A digest of shapes, types and plain values, which decide what crosses boundaries."""
+    rest = (batch.kwargs, batch.arg_mbs, batch.kwarg_mbs)
+    if not any(rest) and all(type(value) is torch.Tensor for value in batch.args):
+        leaves, structure = batch.args, ""  # the usual case, without the pytree
+    else:
+        leaves, spec = pytree.tree_flatten((batch.args, *rest))
+        structure = str(spec)
+    return digest_of([*(word for leaf in leaves for word in _words_of(leaf)), structure, *flags])
+
+
+def _words_of(leaf: Any) -> tuple[str, ...]:
+    """The type of a value, and the value; of a tensor, its type and its shape."""
+    if isinstance(leaf, torch.Tensor):
+        # Symbols for the lengths in a nested tensor differ between processes.
+        shape = "nested" if leaf.is_nested else str(list(leaf.shape))
+        return str(leaf.dtype), shape, str(leaf.requires_grad)
+    kind = type(leaf)
+    if kind is int:
+        text = hex(leaf)  # str() refuses large ones
+    elif kind is str:
+        text = leaf
+    else:
+        text = repr(leaf) if kind in (bool, float, complex, bytes, torch.dtype) else ""
+    return kind.__qualname__, text
+
+
+class Fingerprint:
+    """A number from 1 to 2**63 - 1 for the values of a batch.
+
+    Bit-equal values have the same number in every process, whatever their strides and devices. It
+    depends on order, types and shapes, on up to 4,096 elements spread over each tensor, on numbers
+    and strings, and on the types of other objects.
+
+    A GPU computes it and copies it to the host without waiting: it is :attr:`ready` some time
+    later.
+    """
+
+    def __init__(self, values: Any) -> None:
+        self._known = 0
+        self._coming: list[tuple[torch.Tensor, torch.Event]] = []
+        # Not in the caller's inference mode: the cached constants must be usable outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            for place, leaf in enumerate(pytree.tree_leaves(values)):
+                salt = digest_of([str(place), *_words_of(leaf)[:2]])
+                self._known += salt
+                if not isinstance(leaf, torch.Tensor) or (data := _sampled(leaf)) is None:
+                    continue
+                if data.device.type == "cpu":
+                    self._known += int(data) * (salt | 1)
+                else:
+                    self._coming.append(_to_host(data * (salt | 1)))
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` returns at once."""
+        return all(event.query() for _, event in self._coming)
+
+    def read(self) -> int:
+        """The number; waits until it is ready."""
+        for _, event in self._coming:
+            event.synchronize()
+        total = self._known + sum(int(number) for number, _ in self._coming)
+        return total % 2**64 % (2**63 - 1) + 1
+
+
+def _to_host(number: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
+    """A number that is being copied from a device, and the event at its end."""
+    here = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
+    here.copy_(number, non_blocking=True)
+    event = torch.Event(number.device)
+    event.record(torch.accelerator.current_stream(number.device))
+    return here, event
+
+
+class DataCheck:
+    """Computes the fingerprints of some calls' data, without waiting for a GPU."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[int, list[Fingerprint | None]] | None = None
+
+    def fingerprints(self, call: int, *data: Any) -> tuple[int, ...]:
+        """The latest call with known fingerprints, and those of its data, 0 where there is none.
+
+        The first five calls are looked at, then every 16th. From a GPU they may be those of an
+        earlier call.
+        """
+        if self._pending is None and (call <= 5 or call % 16 == 1):
+            self._pending = call, [None if each is None else Fingerprint(each) for each in data]
+        if self._pending is None or not all(x is None or x.ready for x in self._pending[1]):
+            return 0, *[0] * len(data)
+        (known, found), self._pending = self._pending, None
+        return known, *(0 if each is None else each.read() for each in found)
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The sum of a tensor's sampled elements, each with a weight of its own, modulo 2**64."""
+    tensor = local(tensor.detach())
+    opaque = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+    if opaque or tensor.is_meta or hasattr(tensor, "__tensor_flatten__"):
         return None
-    ((most, _),) = counts.most_common(1)  # the first of several
-    other = next(number for number in digests if number not in (0, most))
-    # Only one rank for each sends its own: those of a thousand ranks would take too long.
-    ranks = [digests.index(number) for number in (most, other)]
-    sent = list(mine) if transport.rank in ranks else []
-    shared = share_values(transport, sent, [(str, str, str)], "the models of ranks", what="these")
-    one, two = ({(topic, name): text for topic, name, text in shared[rank]} for rank in ranks)
-    found = _worded(f"{noun} {ranks[0]}", f"{noun} {ranks[1]}", one, two)
-    return (
-        f"the {noun}s do not build the same pipeline: {found}; build the same "
-        f"model with the same options and cuts on every {noun}"
-    )
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype.itemsize > 8:  # complex128
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.view(_INTEGERS[tensor.dtype.itemsize])
+    places, weights = _constants(tensor.device)
+    if (count := bits.numel()) > _SAMPLED:
+        bits = bits.take((places * count) >> _PLACE_BITS)
+    bits = bits.flatten()
+    if bits.dtype is torch.int64:
+        # In halves: the low bits of many float64 are zeros, and stay so in a product.
+        bits = bits.contiguous().view(torch.int32)
+    return (bits * weights[: bits.numel()]).sum()
 
 
-_Texts = Mapping[tuple[str, str], str]
-"""What a blueprint says, by topic and name."""
+@lru_cache(maxsize=16)
+def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sampled places in a tensor, and odd weights; the same in every process.
 
-
-def _worded(first: str, second: str, one: _Texts, two: _Texts) -> str:
-    """The first difference between the texts of two ranks."""
-    for topic, name in sorted({**one, **two}, key=lambda key: TOPICS.index(key[0])):
-        text, text2 = one.get((topic, name)), two.get((topic, name))
-        if text == text2:
-            continue
-        if topic == PLACE:
-            places = text or "no stage", text2 or "no stage"
-            return f"{name} is in {places[0]} on {first}, but in {places[1]} on {second}"
-        if text is None or text2 is None:
-            lacks, has = (first, second) if text is None else (second, first)
-            return f"{lacks} has no {topic} {name}, which is {text or text2} on {has}"
-        return f"{topic} {name} is {text} on {first}, but {text2} on {second}"
-    return f"tensors or modules are in another order on {second} than on {first}"
-
-
-def compared(
-    plan: Plan, modules: Mapping[int, nn.Module], *, seed: int | None, **options: object
-) -> dict[str, Blueprint]:
-    """What a process says of its pipeline when it is built, to ranks and to replicas of it.
-
-    To others, "", which may hold other parts of its stages, it says less.
-
-    Args:
-        plan: what the pipeline runs.
-        modules: all stages, or those of one rank.
-        seed: may differ between replicas.
-        options: what else was passed.
+    One place in each of 4,096 equal parts, at unequal distances: equal ones might always hit the
+    same column.
     """
-    given = {
-        "schedule": plan.name,
-        "microbatches": plan.microbatches,
-        "number of stages": plan.stages,
-        **options,
-        "plan": plan.digest()[:8],
-    }
-    passed = tuple(option(name, value) for name, value in given.items())
-    model = attached(modules[min(modules)]) if plan.stages > 1 else ()
-    whole = model if len(modules) == plan.stages else ()
-    return {
-        "rank": (*passed, option("seed", seed), *model),
-        "replica": (*passed, *(whole or blueprint(modules))),
-        "": passed,
-    }
-
-
-def together(
-    ranks: Any, make: Callable[[], T], said: Callable[[T], Mapping[str, Blueprint]] = lambda _: {}
-) -> T:
-    """What a function returns, if it works on all ranks of all replicas, and they say the same.
-
-    Otherwise all of them raise; a rank with an error of its own raises that one. ``ranks`` are
-    those of ``taktline.train.ranks``, over all dimensions of the mesh.
-    """
-    made, mine, error, known = None, {}, None, None
-    try:
-        made = make()
-        mine = said(made)
-    except Exception as raised:  # of the user's code, too
-        error = raised
-        known = located(error, ranks.transport, MismatchError)
-
-    def of(noun: str) -> Blueprint:
-        return mine.get(noun, mine.get("", ()))
-
-    def differ(noun: str, transport: Transport, rows: list[list[int]]) -> str | None:
-        return first_difference(transport, of(noun), [row[0] for row in rows], noun)
-
-    elsewhere = ranks.agreed(known, BUILDING, lambda noun: [digest(of(noun))], differ)
-    if error is not None:
-        raise error
-    if elsewhere is not None:
-        raise elsewhere
-    return cast("T", made)
+    drawn = np.random.PCG64(0).random_raw(3 * _SAMPLED).view(np.int64)
+    within = drawn[:_SAMPLED] & (2**_PLACE_BITS // _SAMPLED - 1)
+    places = np.arange(_SAMPLED) * (2**_PLACE_BITS // _SAMPLED) + within
+    weights = drawn[_SAMPLED:] | 1
+    return torch.tensor(places, device=device), torch.tensor(weights, device=device)

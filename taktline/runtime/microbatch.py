@@ -18,9 +18,8 @@ import torch
 
 from taktline import pytree
 from taktline.checks import check, with_article
-from taktline.errors import BatchError
+from taktline.errors import BatchError, text_of
 from taktline.meta import TensorMeta
-from taktline.runtime.fingerprint import digest_of, words_of
 from taktline.sharding import is_sharded
 from taktline.text import counted
 
@@ -81,13 +80,7 @@ def split_args_kwargs_into_chunks(
         check("kwargs", kwargs, dict, error=BatchError)
     arguments = _arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec)
     _require_enough(arguments, chunks)
-    cut = [argument.cut(chunks) for argument in arguments]
-    # From one list per argument to one tuple per micro-batch; zip() of nothing is empty.
-    positional = list(zip(*cut[: len(args)], strict=True)) if args else [()] * chunks
-    if not kwargs:
-        return positional, [{} for _ in range(chunks)]
-    named = zip(*cut[len(args) :], strict=True)
-    return positional, [dict(zip(kwargs, values, strict=True)) for values in named]
+    return _cut_all(arguments, len(args), kwargs or {}, chunks)
 
 
 def split_value(
@@ -101,7 +94,7 @@ def split_value(
     >>> [part.tolist() for part in split_value(torch.arange(6), 2, name="target", each=2)]
     [[0, 1, 2, 3], [4, 5]]
     """
-    argument = _argument(name, value, spec)
+    argument = _Argument.of(name, value, spec)
     _require_enough([argument], chunks)
     return list(argument.cut(chunks, each))
 
@@ -121,10 +114,8 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
             shown = " ".join(f"{tree}, but micro-batch {number} has {other}".split())
             raise BatchError(f"micro-batch 0 has the structure {shown}")
     columns = zip(leaves, *[leaves for leaves, _ in others], strict=True)
-    walk = _walk("output", chunks[0], chunk_spec)
-    merged = [
-        _merge(name, values, spec) for (name, _, spec), values in zip(walk, columns, strict=True)
-    ]
+    places = zip(_walk("output", chunks[0], chunk_spec), columns, strict=True)
+    merged = [_merged(name, values, spec) for (name, _, spec), values in places]
     return pytree.tree_unflatten(merged, tree)
 
 
@@ -169,11 +160,8 @@ class _Leaf(NamedTuple):
             return [self.value] * chunks
         if _is_block_mask(self.value):
             return _cut_block_mask(self.value, chunks)
-        if each == 1:
-            parts = self.value.tensor_split(chunks, self.dim)
-        else:
-            inner = bounds(self.size // each, chunks)[1:-1]
-            parts = self.value.tensor_split([each * bound for bound in inner], self.dim)
+        places = [each * bound for bound in bounds(self.size // each, chunks)[1:-1]]
+        parts = self.value.tensor_split(places, self.dim)
         if self.value.requires_grad and self.value.is_leaf:
             # A view is no leaf of autograd: it would not keep the gradient that a stage reads.
             for part in parts:
@@ -190,22 +178,23 @@ class _Argument(NamedTuple):
     leaves: list[_Leaf]
     tree: pytree.TreeSpec | None
 
+    @classmethod
+    def of(cls, name: str, value: Any, spec: Any) -> _Argument:
+        """A value with its spec; raises if the spec does not fit."""
+        if spec is None and type(value) is torch.Tensor:  # the usual case, without the pytree
+            return cls([_Leaf(name, value, 0 if value.ndim else None)], None)
+        leaves = [
+            _Leaf(at, leaf, _cut_dim(at, leaf, s)) for at, leaf, s in _walk(name, value, spec)
+        ]
+        tree = _flatten(value)[1]
+        return cls(leaves, None if tree.is_leaf() else tree)
+
     def cut(self, chunks: int, each: int = 1) -> Sequence[Any]:
         """The part of each micro-batch."""
         parts = [leaf.cut(chunks, each) for leaf in self.leaves]
         if self.tree is None:
             return parts[0]
         return [pytree.tree_unflatten([p[i] for p in parts], self.tree) for i in range(chunks)]
-
-
-def _argument(name: str, value: Any, spec: Any) -> _Argument:
-    """A value with its spec; raises if the spec does not fit."""
-    if spec is None and type(value) is torch.Tensor:  # the usual case, without the pytree
-        return _Argument([_Leaf(name, value, 0 if value.ndim else None)], None)
-    walk = _walk(name, value, spec)
-    leaves = [_Leaf(place, leaf, _cut_dim(place, leaf, each)) for place, leaf, each in walk]
-    tree = _flatten(value)[1]
-    return _Argument(leaves, None if tree.is_leaf() else tree)
 
 
 def _arguments(
@@ -219,22 +208,31 @@ def _arguments(
             f"the chunk spec of {counted(len(args), 'positional argument')} must be a tuple with "
             f"one entry for each, not {describe(args_spec)}"
         )
-    found = [_argument(f"argument {i}", args[i], spec) for i, spec in enumerate(args_spec)]
-    if not kwargs:
-        return found
-    if kwargs_spec is None:
+    kwargs = kwargs or {}
+    if kwargs_spec is None or not kwargs:
         kwargs_spec = dict.fromkeys(kwargs)
     elif not isinstance(kwargs_spec, Mapping) or kwargs_spec.keys() != kwargs.keys():
         raise BatchError(
             f"the chunk spec of the keyword arguments {list(kwargs)} must be a dict with one entry "
             f"for each, not {describe(kwargs_spec)}"
         )
-    for key, value in kwargs.items():
-        found.append(_argument(f"keyword argument {key!r}", value, kwargs_spec[key]))
-    return found
+    return [
+        *(_Argument.of(f"argument {i}", args[i], spec) for i, spec in enumerate(args_spec)),
+        *(_Argument.of(f"keyword argument {k!r}", kwargs[k], kwargs_spec[k]) for k in kwargs),
+    ]
 
 
-def _first_cut(arguments: list[_Argument]) -> _Leaf | None:
+def _cut_all(
+    arguments: Sequence[_Argument], count: int, keys: Mapping[str, Any], chunks: int
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """The arguments of each micro-batch: ``count`` positional ones, and those with keys."""
+    cut = [argument.cut(chunks) for argument in arguments]
+    parts = [tuple(each[i] for each in cut) for i in range(chunks)]
+    named = [dict(zip(keys, part[count:], strict=True)) for part in parts]
+    return [part[:count] for part in parts], named
+
+
+def _rows(arguments: Sequence[_Argument]) -> _Leaf | None:
     """The first leaf that is cut; raises if another one has another size."""
     cut = [leaf for argument in arguments for leaf in argument.leaves if leaf.dim is not None]
     for leaf in cut[1:]:
@@ -246,10 +244,10 @@ def _first_cut(arguments: list[_Argument]) -> _Leaf | None:
     return cut[0] if cut else None
 
 
-def _require_enough(arguments: list[_Argument], chunks: int) -> None:
+def _require_enough(arguments: Sequence[_Argument], chunks: int) -> None:
     """Raise unless there is a row for each micro-batch."""
     check("micro-batches", chunks, int, least=1, error=BatchError)
-    first = _first_cut(arguments)
+    first = _rows(arguments)
     if first is not None and not first.size:
         raise BatchError(f"{first}: it is empty; leave out batches without rows")
     if first is not None and first.size < chunks:
@@ -279,15 +277,14 @@ def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _cut_dim(name: str, leaf: Any, spec: Any) -> int | None:
     """The dimension of a leaf's cuts; None if it goes whole to each micro-batch."""
-    if _is_whole(spec) or (spec is None and isinstance(leaf, torch.Tensor) and not leaf.ndim):
+    if _is_whole(spec):
         return None
     if isinstance(leaf, torch.Tensor):
-        return _dimension(name, leaf, spec)
+        return _dimension(name, leaf, spec) if spec or leaf.ndim else None
     if spec is not None:
         raise BatchError(f"{name} is {describe(leaf)}, no tensor: use Replicate(), not {spec}")
-    if _is_block_mask(leaf) and leaf.shape[0] > 1:  # a mask for one sample holds for all
-        return 0
-    return None
+    # A mask for one sample holds for all.
+    return 0 if _is_block_mask(leaf) and leaf.shape[0] > 1 else None
 
 
 def _dimension(name: str, tensor: torch.Tensor, spec: TensorChunkSpec | None) -> int:
@@ -305,20 +302,27 @@ def _dimension(name: str, tensor: torch.Tensor, spec: TensorChunkSpec | None) ->
     return dim
 
 
-def _merge(name: str, values: Sequence[Any], spec: Any) -> Any:
-    """Merge the leaves of the micro-batches."""
+def _merged(name: str, values: Sequence[Any], spec: Any) -> Any:
+    """The leaves of the micro-batches as one: tensors joined, equal values once."""
     first = values[0]
     if isinstance(first, torch.Tensor) and not _is_whole(spec):
-        return _joined(name, values, _dimension(name, first, spec) if first.ndim else 0)
+        dim = _dimension(name, first, spec) if first.ndim else 0
+        try:
+            return torch.cat(list(values), dim) if first.ndim else torch.stack(list(values))
+        except (RuntimeError, TypeError) as error:
+            shown = ", ".join(map(describe, values))
+            raise BatchError(
+                f"{name} cannot be joined along dimension {dim}: it is {shown} in the "
+                f"micro-batches ({text_of(error)})"
+            ) from error
     if isinstance(spec, TensorChunkSpec):
         raise BatchError(f"{name} is {describe(first)}, no tensor: use Replicate(), not {spec}")
     for number, value in enumerate(values[1:], 1):
         tensors = isinstance(first, torch.Tensor) and isinstance(value, torch.Tensor)
         if value is not first and not (torch.equal(first, value) if tensors else first == value):
-            one, other = describe(first), describe(value)
             raise BatchError(
-                f"{name} is {one} in micro-batch 0, but {other if other != one else 'another one'} "
-                f"in micro-batch {number}; return tensors, or equal values"
+                f"{name} is {describe(first)} in micro-batch 0, but another value in micro-batch "
+                f"{number}, {describe(value)}; return tensors, or equal values"
             )
     return first
 
@@ -336,25 +340,6 @@ def _cut_block_mask(mask: Any, chunks: int) -> list[Any]:
         return cut
 
     return [part(*pair) for pair in itertools.pairwise(bounds(mask.shape[0], chunks))]
-
-
-def _joined(name: str, values: Sequence[Any], dim: int) -> torch.Tensor:
-    """Concatenate tensors; scalars become a vector."""
-
-    def fixed(value: Any) -> tuple[object, ...]:
-        """The properties that all must share: the kind, the other dimensions, the layout."""
-        if not isinstance(value, torch.Tensor):
-            return ()
-        layout = value.placements if is_sharded(value) else None
-        return value.ndim, value.shape[:dim], value.shape[dim + 1 :], layout
-
-    for number, value in enumerate(values):
-        if fixed(value) != fixed(values[0]):
-            raise BatchError(
-                f"{name} is {describe(values[0])} in micro-batch 0, but {describe(value)} in "
-                f"micro-batch {number}: these cannot be joined along dimension {dim}"
-            )
-    return torch.cat(list(values), dim) if values[0].ndim else torch.stack(list(values))
 
 
 def _children(value: Any) -> dict[Any, Any] | None:
@@ -412,17 +397,24 @@ class Batch:
     target_mbs: Sequence[Any] | None = None
     cutter: Cutter = Cutter(1)
 
-    def arguments(self, rows: int) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
-        """Positional and keyword arguments of each micro-batch of a batch with ``rows``."""
-        cutter, parts = self.cutter, self.cutter.parts(rows)
-        args, kwargs = split_args_kwargs_into_chunks(
-            self.args, self.kwargs, parts, cutter.args_spec, cutter.kwargs_spec
-        )
+    def cut(self) -> tuple[int, Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
+        """The rows of the batch, 0 if unknown, and the arguments of each micro-batch.
+
+        >>> Batch((torch.arange(3),), cutter=Cutter(2)).cut()
+        (3, [(tensor([0, 1]),), (tensor([2]),)], [{}, {}])
+        """
+        cutter = self.cutter
+        arguments = _arguments(self.args, self.kwargs, cutter.args_spec, cutter.kwargs_spec)
+        first = _rows(arguments)
+        rows = 0 if first is None else first.size
+        parts = cutter.parts(rows)
+        _require_enough(arguments, parts)
+        args, kwargs = _cut_all(arguments, len(self.args), self.kwargs, parts)
         if self.arg_mbs is not None:
             args = self._given("arg_mbs", whole=bool(self.args))
         if self.kwarg_mbs is not None:
             kwargs = self._given("kwarg_mbs", whole=bool(self.kwargs))
-        return args, kwargs
+        return rows, args, kwargs
 
     def targets(self, rows: int) -> Sequence[Any] | None:
         """The target of each micro-batch, cut like a batch with ``rows``; None: no target.
@@ -440,6 +432,11 @@ class Batch:
         spec = self.cutter.target_spec
         return split_value(self.target, parts, spec=spec, name="target", each=each)
 
+    def target_size(self) -> int:
+        """The rows of the target; 0 if unknown."""
+        first = _rows([_Argument.of("target", self.target, self.cutter.target_spec)])
+        return 0 if first is None else first.size
+
     def _given(self, name: str, *, whole: bool) -> Sequence[Any]:
         """Micro-batches from the caller; ``whole`` is whether the whole batch was given, too."""
         chunks, count = getattr(self, name), self.cutter.microbatches
@@ -455,27 +452,13 @@ class Batch:
     def require_whole(self, rows: int) -> None:
         """Raise if the batch runs as fewer micro-batches, but some of it came as micro-batches."""
         parts = self.cutter.parts(rows)
-        if parts == self.cutter.microbatches:
-            return
         for name in ("arg_mbs", "kwarg_mbs", "target_mbs"):
-            chunks = getattr(self, name)
-            if chunks is not None:
+            if parts < self.cutter.microbatches and getattr(self, name) is not None:
                 raise BatchError(
-                    f"{name} has {counted(len(chunks), 'micro-batch')}, but the batch has "
-                    f"{counted(rows, 'row')} and runs as {parts}; pass all of it whole, or all of "
-                    "it as micro-batches"
+                    f"the batch has {counted(rows, 'row')} and runs as "
+                    f"{counted(parts, 'micro-batch')}, but {name} has "
+                    f"{self.cutter.microbatches}; pass all of it whole, or all as micro-batches"
                 )
-
-    def size(self) -> int:
-        """The rows of the batch, the same along all dimensions that are cut; 0 if unknown."""
-        specs = self.cutter.args_spec, self.cutter.kwargs_spec
-        first = _first_cut(_arguments(self.args, self.kwargs, *specs))
-        return 0 if first is None else first.size
-
-    def target_size(self) -> int:
-        """The rows of the target; 0 if unknown."""
-        first = _first_cut([_argument("target", self.target, self.cutter.target_spec)])
-        return 0 if first is None else first.size
 
     def compared(self, parts: Sequence[str]) -> tuple[Any, Any]:
         """The arguments and targets that ranks compare; None where nothing was given."""
@@ -483,18 +466,3 @@ class Batch:
         arguments = {name: value for name, value in given.items() if name in parts and value}
         target = self.target if self.target_mbs is None else self.target_mbs
         return arguments or None, target if "target" in parts else None
-
-    def digest(self) -> int:
-        """A digest of shapes, types and plain values, which decide what crosses boundaries."""
-        rest = (self.kwargs, self.arg_mbs, self.kwarg_mbs)
-        if not any(rest) and all(type(value) is torch.Tensor for value in self.args):
-            return digest_of(map(_description, self.args))  # the usual case, without the pytree
-        leaves, spec = pytree.tree_flatten((self.args, *rest))
-        return digest_of([*map(_description, leaves), str(spec)])
-
-
-def _description(leaf: object) -> str:
-    """A leaf's type, and its value if it is plain; different values have different texts."""
-    if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}"
-    return " ".join(words_of(leaf))

@@ -7,14 +7,11 @@
                                                       ▲ post
 
 Values are a flat list of leaves with their tree (None: the leaves are the arguments themselves).
-If their signature is not known yet, each message describes itself: it is a head of fixed size, with
-three numbers and the text of the signature, and its data. Text that does not fit into the head
-comes between::
+In a first step their signature is not known yet, so each message describes itself::
 
-    [status, bytes of text, bytes of data, text …]   (more text …)   data …
+    [status, bytes of text, bytes of data]   text   data
 
-The size of such a message is unknown before its head, so a rank receives it when it needs values,
-message after message in the order of the posts.
+A rank receives such a message when it needs values, in the order of the posts.
 """
 
 from __future__ import annotations
@@ -40,18 +37,9 @@ from taktline.transport.wire import Layout, Parcel
 
 _UNDER_WAY = 2
 """How many messages of a boundary may be under way where no reply tells that they arrived."""
-_NUMBERS = struct.Struct("<3q")
-_HEAD = 512
-_ROOM = _HEAD - _NUMBERS.size
-"""The most text in a head, in bytes."""
+_HEAD = struct.Struct("<3q")
 _MOST_TEXT = 1 << 24
 """Longer than the description of any values."""
-_MOST_DRAINED = 1 << 30
-"""The most bytes of unreadable data that are taken off a channel."""
-_NO_MESSAGE = (
-    "what has arrived is not a message, or is larger than the memory of this rank; restart all "
-    "ranks, with one version of Taktline"
-)
 _DONE, _FAILED = 0x7A4B0001, 0x7A4B0002
 """The first number of a message: its sender has worked, or failed."""
 
@@ -153,20 +141,16 @@ class FirstOutgoing(Outgoing):
         signature = self.learned[microbatch] = Signature.of(leaves, spec)
         layout, text = Layout(signature.tensors, self._device), encode(signature)
         data = layout.pack([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        head = self._head(_DONE, len(text), data.buffer.nbytes, text[:_ROOM])
-        more = [self._written(text[_ROOM:])] if len(text) > _ROOM else []
-        self._packed[microbatch] = layout, [head, *more, Parcel(data.buffer, b"", data.views)]
+        head = self._parcel(_HEAD.pack(_DONE, len(text), data.buffer.nbytes))
+        parcels = [head, self._parcel(text), Parcel(data.buffer, b"", data.views)]
+        self._packed[microbatch] = layout, parcels
 
     def fail(self, microbatch: int) -> None:
         """Report a failure instead."""
-        self._packed[microbatch] = Layout(()), [self._head(_FAILED, 0, 0, b"")]
+        self._packed[microbatch] = Layout(()), [self._parcel(_HEAD.pack(_FAILED, 0, 0))]
         self.send(microbatch)
 
-    def _head(self, status: int, text_size: int, data_size: int, text: bytes) -> Parcel:
-        numbers = _NUMBERS.pack(status, text_size, data_size)
-        return self._written((numbers + text).ljust(_HEAD, b"\0"))
-
-    def _written(self, data: bytes) -> Parcel:
+    def _parcel(self, data: bytes) -> Parcel:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         return Parcel(buffer, b"", [])
 
@@ -272,26 +256,23 @@ class FirstIncoming:
     def _receive(self) -> _Message:
         """The next message of the channel."""
         device = self._stage.device
-        head = self._bytes(_HEAD)
-        status, text_size, data_size = _NUMBERS.unpack_from(head)
-        whole = 0 <= text_size <= _MOST_TEXT and 0 <= data_size <= _memory(device)
-        if status not in (_DONE, _FAILED) or not whole:
-            raise BrokenChannel(_NO_MESSAGE)
+        status, text_size, data_size = _HEAD.unpack(self._bytes(_HEAD.size))
         if status == _FAILED:
             return None
-        text = head[_NUMBERS.size :][:text_size]
-        if text_size > _ROOM:
-            text += self._bytes(text_size - _ROOM)
+        known = 0 < text_size <= _MOST_TEXT and 0 <= data_size <= _memory(device)
+        if status != _DONE or not known:
+            raise BrokenChannel(
+                "what has arrived is not a message, or is larger than the memory of this rank; "
+                "restart all ranks, with one version of Taktline"
+            )
+        text = self._bytes(text_size)
         try:
             signature = decode(text)
             layout = Layout(signature.tensors, device)
             if layout.nbytes != data_size:
                 raise SignatureError(f"a received message is not as long as {signature}")
         except SignatureError as error:
-            # Fetch the whole message: the next one begins behind it.
-            if data_size > _MOST_DRAINED:
-                raise BrokenChannel(_NO_MESSAGE) from error
-            self._bytes(data_size)
+            self._bytes(data_size)  # the next message begins behind it
             return error
         data = layout.empty()
         self._post(data).wait()

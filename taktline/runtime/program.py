@@ -26,13 +26,13 @@ from taktline.errors import StageError, TaktlineError, text_of
 from taktline.meta import Signature
 from taktline.plan import Action, Kind, Plan
 from taktline.runtime.ports import FirstIncoming, FirstOutgoing, Outgoing, PeerFailed, ports_of
-from taktline.runtime.random_numbers import RankRandom
 from taktline.runtime.runnable_plan import merged
 from taktline.runtime.stage_actions import (
     Binding,
     Handover,
     OwnLosses,
     Ports,
+    RankRandom,
     Signatures,
     Work,
     uncast,

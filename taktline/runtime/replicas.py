@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from zlib import crc32
 
 import torch.distributed as dist
 
 from taktline.errors import MismatchError, TaktlineError, text_of
-from taktline.runtime.fingerprint import digest_of
 from taktline.sharding import is_sharded
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
@@ -24,10 +24,11 @@ class Replicas:
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
         self._stages = list(stages)
         self._syncs: list[GradSync] = []
-        self._others: list[tuple[str, Transport]] = []
-        """The ranks that take part in the work of this rank, each group with its noun."""
-        self.pipeline: Transport | None = None
-        """The pipeline, if only some of its ranks share their work with replicas."""
+        self.partners: list[tuple[str, Transport]] = []
+        """The ranks that take part in the work of this rank, each group with its noun.
+
+        The last one may be the pipeline, if only some of its ranks have others.
+        """
         self._checked = False
         self._accumulating = False
 
@@ -41,11 +42,6 @@ class Replicas:
         """Whether a stage of this rank averages its gradients."""
         return bool(self._syncs)
 
-    @property
-    def in_company(self) -> bool:
-        """Whether processes of other pipelines take part in the work of this rank's stages."""
-        return bool(self._others)
-
     def check(self, transport: Transport) -> None:
         """Before the first step: find the wrapped stages; raise if one cannot work here."""
         if self._checked:
@@ -57,7 +53,7 @@ class Replicas:
             for stage in self._stages:
                 groups |= dict.fromkeys(_work_groups(stage), "tensor-parallel rank")
         # Set before the checks: the replicas wait for this rank, and must hear of an error.
-        self._others = [
+        self.partners = [
             (noun, transport_of(group, stage.device))
             for stage in self._stages[:1]
             for group, noun in groups.items()
@@ -74,12 +70,12 @@ class Replicas:
 
         ``what`` is the call that this rank is in; different calls are an error, too.
         """
-        for noun, others in self._others:
-            if error is not None and not text_of(error).startswith(("replica ", "tensor-parallel")):
+        for noun, others in self.partners:
+            told = error is None or noun == "rank"
+            if not told and not text_of(error).startswith(("replica ", "tensor-parallel")):
                 error = retold(error, f"{noun} {others.rank}: {text_of(error)}")
             error = _agreed(error, what, noun, others)
-        # The ranks that share their work know the error now, and pass it on to their pipeline.
-        return error if self.pipeline is None else _agreed(error, what, "rank", self.pipeline)
+        return error
 
     def computes_together(self, stage: int) -> bool:
         """Whether other ranks compute a stage together with this one."""
@@ -123,7 +119,7 @@ def _agreed(
     error: TaktlineError | None, what: str, noun: str, others: Transport
 ) -> TaktlineError | None:
     """The first error of some ranks, or one about their different calls."""
-    mine = [int(error is not None), digest_of([what])]
+    mine = [int(error is not None), crc32(what.encode())]
     rows = others.exchange(mine, "what other pipelines say")
     if any(failed for failed, _ in rows):
         return share_error(others, error)

@@ -20,17 +20,16 @@ from taktline.runtime import updates
 from taktline.runtime.agreement import (
     SAME_STEP,
     Agreement,
+    DataCheck,
+    LossRelay,
     Record,
     difference,
-    introduce,
-    option,
+    inputs_of,
     other_kind,
-    whole_model,
 )
 from taktline.runtime.capture import Captures, Graphs
-from taktline.runtime.fingerprint import DataCheck, digest_of
-from taktline.runtime.losses import (
-    LossRelay,
+from taktline.runtime.feed import (
+    Feed,
     LossWeights,
     by_rows,
     listed,
@@ -38,12 +37,12 @@ from taktline.runtime.losses import (
     scales,
     warn_if_uneven,
 )
+from taktline.runtime.introduction import introduce, options_of, whole_model
 from taktline.runtime.microbatch import Batch, Cutter, merge_chunks
 from taktline.runtime.program import Bound, Failure, Wrap, bind, channels_of
-from taktline.runtime.random_numbers import Drawing, RankRandom
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
-from taktline.runtime.stage_actions import Binding, Feed, Signatures
+from taktline.runtime.stage_actions import Binding, Drawing, RankRandom, Signatures
 from taktline.runtime.ties import Ties, TieUse
 from taktline.runtime.trace import TraceRecorder, named
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
@@ -66,8 +65,7 @@ class Call:
     """The arguments of step() or eval()."""
 
     batch: Batch
-    number: int
-    """Of the training step."""
+    number: int  # of the training step
     trains: bool
     outputs: bool = True
     losses: list[torch.Tensor] | None = None
@@ -77,8 +75,7 @@ class Call:
     loss_weights: LossWeights | None = None
     scale_grads: bool = True
     grad_scale: float = 1.0
-    finalizes: bool = True
-    """Whether gradients of sharded stages are reduced."""
+    finalizes: bool = True  # whether gradients of sharded stages are reduced
 
     def __str__(self) -> str:
         if not self.trains:
@@ -121,6 +118,16 @@ class Runner:
     """Whether it was said that micro-batches of equal weight differ in size."""
     _number = 0
     """Which schedule of these ranks it is, by their first steps; 0 before."""
+    _wrapped = _reduces = _in_company = False
+    """Whether stages here are wrapped; whether those of any rank are, or share work in any way."""
+    _model: Blueprint = ()
+    """Of the model that the stages were cut from, if it is known."""
+    _random: RankRandom | None = None
+    """The random numbers of all ranks, where they run in this process."""
+    _drawing: Drawing | None = None
+    """The same; or finds out whether a single rank draws."""
+    _captures: Captures | None = None
+    _calls = 0
 
     def __init__(
         self,
@@ -151,19 +158,9 @@ class Runner:
         self._limits = limits
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
-        self._model: Blueprint = ()
-        """Of the model that the stages were cut from, if it is known."""
-        self._reduces = self._in_company = False
-        """Whether a stage of any rank averages its gradients, or shares its work in any way."""
-        self._random: RankRandom | None = None
-        """The random numbers of all ranks, where they run in this process."""
-        self._drawing: Drawing | None = None
-        """The same; or finds out whether a single rank draws."""
-        self._calls = 0
         self._channels: list[Channel] = []
         self._data = DataCheck()
         self._feed = Feed()
-        self._captures: Captures | None = None
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
 
@@ -221,8 +218,7 @@ class Runner:
             feed.trains, feed.finalizes = call.trains, call.finalizes
             try:
                 call.check()
-                flags = self._check()
-                record, data = self._cut(call, flags)
+                record, data = self._cut(call, self._check())
             except Exception as raised:
                 error = self.agreement.located(raised)
             record, kind = self._agree(call, record, data, error)
@@ -232,8 +228,7 @@ class Runner:
                 failure = Failure(self.agreement.located(raised))
             known = self._known.pop(kind, None)
             bound = known if isinstance(known, Bound) else self._bind(known, call.trains)
-            ties = self._ties.step(trains=call.trains) if self._ties.there else nullcontext()
-            with ties:
+            with self._ties.step(trains=call.trains) if self._ties.there else nullcontext():
                 failure = self._compute(kind, bound, failure)
                 if failure is None:
                     try:
@@ -247,7 +242,7 @@ class Runner:
                 self._remember(kind, bound.learned().along(routes) if known is None else bound)
             self._failed = False
             if call.trains:
-                self.stepped_at, self.unreduced = updates.now(), self._ties.accumulating
+                self.stepped_at, self.unreduced = next(updates.times), self._ties.accumulating
         if feed.observed:
             update_all(feed.observed)
         if call.losses is not None and feed.losses:
@@ -278,7 +273,6 @@ class Runner:
                 self._leave(cause or error)
                 if cause is not None:
                     raise cause from error
-                self._note_rank(error)
                 raise
 
     def _check(self) -> list[str]:
@@ -286,8 +280,8 @@ class Runner:
 
         Returns what the stages and autocast say of the call.
         """
-        count = self.runnable.plan.stages
         if not self._number:
+            count = self.runnable.plan.stages
             for stage in self._stages:
                 if stage.num_stages != count:
                     raise MismatchError(
@@ -295,6 +289,7 @@ class Runner:
                         f"the plan has {counted(count, 'stage')}; make them equal"
                     )
             self.replicas.check(self.transport)
+            self._wrapped = self.replicas.reduces
             self._model = whole_model(self._stages)
         if not self._number or self._ties.uses:
             self._ties.check()
@@ -318,8 +313,8 @@ class Runner:
         mine = batch
         if not any(stage.is_first for stage in self._stages):
             mine = replace(batch, args=(), arg_mbs=None)  # keyword arguments are for all stages
-        rows, target = mine.size(), 0
-        feed.arguments, feed.keywords = mine.arguments(rows)
+        rows, feed.arguments, feed.keywords = mine.cut()
+        target = 0
         if self._computes_losses:
             if call.trains and batch.target is None and batch.target_mbs is None:
                 raise BatchError(
@@ -328,8 +323,8 @@ class Runner:
                 )
             size = batch.target_size()
             target = size if batch.cutter.target_spec is None else 0
-        inputs = digest_of([str(mine.digest()), *flags])
-        return Record(batch=rows, target=target, inputs=inputs), batch.compared(self.compared)
+        record = Record(batch=rows, target=target, inputs=inputs_of(mine, flags))
+        return record, batch.compared(self.compared)
 
     def cutter_for(self, batch: Batch) -> Cutter:
         """How a batch is cut; an error that it raises is raised on every rank."""
@@ -377,22 +372,16 @@ class Runner:
 
     def _introduce(self) -> None:
         """Before the first step: compare the parts of all ranks, and open the channels."""
-        plan, replicas = self.runnable.plan, self.replicas
+        plan, replicas, ties = self.runnable.plan, self.replicas, self._ties
         rank_of = [rank // len(self.ranks) for rank in plan.placement.rank_of]
-        options = (
-            option("schedule", self._name),
-            option("microbatches", self.cutter.microbatches),
-            option("number of stages", plan.stages),
-            option("loss_fn", None if self._loss_fn is None else "given"),
-            option("dynamic_shapes", self._dynamic_shapes),
-            option("plan", plan.digest()[:8]),
-        )
+        loss = None if self._loss_fn is None else "given"
+        options = options_of(self._name, plan, loss_fn=loss, dynamic_shapes=self._dynamic_shapes)
         mine = {
             "stages": [stage.stage_index for stage in self._stages],
             "shards": replicas.shards,
             "reduces": replicas.reduces,
-            "in_company": replicas.in_company,
-            "ties": [asdict(use) for use in self._ties.uses],
+            "in_company": bool(replicas.partners),
+            "ties": [asdict(use) for use in ties.uses],
             "number": _numbered.get(self.transport, 0) + 1,
         }
         ranks = introduce(self.transport, mine, options, self._model, rank_of)
@@ -401,22 +390,23 @@ class Runner:
         shards = any(rank["shards"] for rank in ranks)
         self.runnable = self.runnable.with_wrapped(shards=shards, reduces=self._reduces)
         if len({rank["in_company"] for rank in ranks}) > 1:
-            replicas.pipeline = self.transport
+            # Those that share their work know of an error elsewhere, and pass it on to the others.
+            replicas.partners.append(("rank", self.transport))
         self._in_company = any(rank["in_company"] for rank in ranks)
         if isinstance(self.transport, Distributed):
             self.transport.plane.in_company |= self._in_company
-        channels = self._ties.find_holders(
-            [[TieUse.from_plain(use) for use in rank["ties"]] for rank in ranks]
-        )
+        uses = [[TieUse.from_plain(use) for use in rank["ties"]] for rank in ranks]
+        channels = ties.find_holders(uses)
         if self._random is None:
             channels |= set(channels_of(self.runnable.plan))
         self._channels = sorted(channels)
         self.transport.open(self._channels)
         if self.transport.size == 1 and self._drawing is None:
             self._drawing = Drawing(self.device)
-        self._ties.begin(self.transport, plan.placement.rank_of)
+        ties.begin(self.transport, plan.placement.rank_of)
         if self.transport.size > 1 and not _on_host(self.device):
             self.agreement.relay = LossRelay(self.transport, rank_of, self.device)
+        updates.watch()
         self._number = _numbered[self.transport] = ranks[0]["number"]
 
     def _weigh(self, call: Call) -> None:
@@ -450,7 +440,7 @@ class Runner:
             torch.inference_mode(False),
             torch.set_grad_enabled(feed.trains),
             torch.autograd.set_multithreading_enabled(False),
-            self.replicas.step(finalizes=feed.finalizes),
+            self.replicas.step(finalizes=feed.finalizes) if self._wrapped else nullcontext(),
             nullcontext() if self._drawing is None else self._drawing.step(),
             self._observed(bound) as wrap,
         ):
@@ -479,10 +469,9 @@ class Runner:
         """The outputs of the micro-batches as one, if they are wanted."""
         if feed.outputs is None:
             return None
+        parts = [feed.outputs[m] for m in range(feed.microbatches)]
         try:
-            return merge_chunks(
-                [feed.outputs[m] for m in range(feed.microbatches)], self.merge_spec
-            )
+            return merge_chunks(parts, self.merge_spec)
         except BatchError as error:
             raise BatchError(
                 f"{error}; pass return_outputs=False if you do not need them"
@@ -505,13 +494,6 @@ class Runner:
         except TaktlineError:
             self._forget()
             raise
-
-    def _note_rank(self, error: BaseException) -> None:
-        """Add to an error which of several ranks in this process raised it."""
-        current = None if self._watch.program is None else self._watch.program.current
-        if len(self.ranks) > 1 and current is not None:
-            rank = self.runnable.plan.placement.rank_of[current.running.stage]
-            error.add_note(f"on rank {rank} of {counted(len(self.ranks), 'local rank')}")
 
     def _leave(self, error: BaseException) -> None:
         """Leave a step that other ranks may be in, after reporting why to them."""

@@ -11,7 +11,7 @@ import torch
 from taktline.checks import check, check_callable, check_list, known_keywords
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Plan
-from taktline.runtime.losses import LossWeights
+from taktline.runtime.feed import LossWeights
 from taktline.runtime.microbatch import Batch, Cutter
 from taktline.runtime.runnable_plan import Limits
 from taktline.runtime.runner import Call, Runner

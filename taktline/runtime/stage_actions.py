@@ -1,9 +1,12 @@
-"""The compute actions of a stage (F, B, I, W), from taking its values to giving its results."""
+"""The compute actions of a stage (F, B, I, W), and the random numbers that they draw."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +15,7 @@ from taktline import pytree
 from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.plan import Plan
-from taktline.runtime.random_numbers import LOSS, Drawing, seeded
+from taktline.runtime.feed import Feed
 from taktline.sharding import is_sharded, local, root_gradient
 from taktline.side_values import SideValues, check_loss, with_skips, without_skips
 from taktline.stage import PipelineStage
@@ -35,51 +38,6 @@ _Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], SideValues | None]
 """The values of a forward that its backward needs: root gradients of own losses, side values."""
 
 _NOT_KEPT: _Kept = ((), None)
-
-
-@dataclass(slots=True)
-class Feed:
-    """The micro-batches of a step on one rank, and their results."""
-
-    trains: bool = False
-    """Whether the step runs backward, too."""
-    finalizes: bool = True
-    """Whether the gradients of sharded stages are reduced at its end."""
-    arguments: Sequence[Sequence[Any]] = ()
-    keywords: Sequence[Mapping[str, Any]] = ()
-    targets: Sequence[Any] | None = None
-    loss_keywords: Mapping[str, Any] = field(default_factory=dict)
-    rows: int = 0
-    """The rows of the batch, agreed on by all ranks; 0 if unknown."""
-    microbatches: int = 0
-    outputs: dict[int, Any] | None = None
-    """Outputs of the last stage; None if the caller does not want them."""
-    scale: float = 1.0
-    """The weight of every micro-batch's loss in the gradient."""
-    scales: Sequence[float] | None = None
-    """The weight of each loss of the loss function, where they differ."""
-    row_scales: Sequence[float] | None = None
-    """The weight of each loss that stages add, where micro-batches differ in size."""
-    grad_scale: float = 1.0
-    """Multiplies every gradient, so that none underflows in half precision."""
-    counts: torch.Tensor | None = None
-    """The product of these for each micro-batch, in a buffer on the device: for the loss, and for
-    losses that stages add. Only in a captured step, which is replayed with other numbers."""
-    shares: bool = False
-    """Whether every rank gets the losses."""
-    wants_losses: bool = False
-    """Whether the caller wants the losses."""
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    aux_losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The sum of the losses that this rank's stages add, for each micro-batch."""
-    observed: list[list[tuple[Any, Any]]] = field(default_factory=list)
-    """Statistics from the modules of each forward, applied at the end of the step."""
-    number: int = 0
-    """The number of the training step, for seeds."""
-
-    def clear(self) -> None:
-        """Reset every field."""
-        self.__init__()
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +242,7 @@ class Work:
         values = [skip.value for skip in side.skips.values() if skip.stage == self._index]
         if self.ports.activations_out is not None or self._feed.targets is None:
             values.append(output)  # otherwise its loss is checked
-        _require_finite("the output", values, self._stage, given, infinite=True)
+        _require_finite("the output", values, self._stage, given, masks=True)
         _require_finite("the loss", side.losses, self._stage, given)
 
     def _handed_on(self, output: Any, side: SideValues) -> Values:
@@ -410,17 +368,17 @@ def _check(expected: Signature | None, arguments: Sequence[Any], name: str, give
 
 
 def _require_finite(
-    what: str, value: Any, stage: PipelineStage, given: Any, *, infinite: bool = False
+    what: str, value: Any, stage: PipelineStage, given: Any, *, masks: bool = False
 ) -> None:
     """Raise if a value of a stage is not finite; the program adds the stage and the micro-batch.
 
-    With ``infinite``, tensors without a gradient may be infinite, as masks are.
+    With ``masks``, tensors without a gradient may be infinite.
     """
-    text = _faults(value, infinite=infinite)
+    text = _faults(value, masks=masks)
     if not text:
         return
     cause = "the parameters of the stage, and what it was given, are finite"
-    if wrong := _faults(given, infinite=not stage.is_first):
+    if wrong := _faults(given, masks=not stage.is_first):
         cause = f"what it was computed from has {wrong}: look at the batch"
     for name, parameter in named_parameters(stage.submod).items():
         if wrong := _faults(parameter):
@@ -429,7 +387,7 @@ def _require_finite(
     raise FloatingPointError(f"{what} has {text}; {cause}")
 
 
-def _faults(value: Any, *, infinite: bool = False) -> str:
+def _faults(value: Any, *, masks: bool = False) -> str:
     """What is wrong with the first tensor that is not finite, in words; waits for a GPU."""
     for tensor in pytree.tree_leaves(value):
         if not isinstance(tensor, torch.Tensor):
@@ -439,9 +397,120 @@ def _faults(value: Any, *, infinite: bool = False) -> str:
         numbers = local(tensor.detach())
         if numbers.dtype.itemsize == 1:
             numbers = numbers.float()  # 8-bit floats have few operations
-        may = infinite and not tensor.requires_grad
-        wrong = torch.isnan(numbers) if may else ~torch.isfinite(numbers)
+        nan = torch.isnan(numbers)
+        wrong = nan if masks and not tensor.requires_grad else ~torch.isfinite(numbers)
         if bool(wrong.any()):
-            kind = "nan" if bool(torch.isnan(numbers).any()) else "inf"
+            kind = "nan" if bool(nan.any()) else "inf"
             return f"{kind} ({int(wrong.sum()):,} of {numbers.numel():,} numbers)"
     return ""
+
+
+# Random numbers.
+
+LOSS = -1
+"""Stands for ``loss_fn`` among the stages of seeds: its numbers do not depend on the cuts."""
+
+
+@contextmanager
+def seeded(key: tuple[int, int, int, int], device: torch.device) -> Iterator[None]:
+    """Inside, random numbers depend on the (seed, step, stage, micro-batch) alone."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1  # torch takes 63 bits
+    if device.type == "cpu":
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type), device:
+            torch.default_generator.manual_seed(seed)
+            torch.get_device_module(device).manual_seed(seed)
+            yield
+
+
+class Drawing:
+    """Finds out whether steps draw random numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self.draws = False
+        """Whether any step has drawn so far."""
+
+    def states(self) -> list[list[torch.Tensor]]:
+        """The state of each generator."""
+        return [[generator.get_state()] for generator in self._generators]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Compare the states before and after a step."""
+        begun = self.states()
+        try:
+            yield
+        finally:
+            pairs = zip(chain(*begun), chain(*self.states()), strict=True)
+            same = all(a is b or torch.equal(a, b) for a, b in pairs)
+            self.draws = self.draws or not same
+
+
+class RankRandom(Drawing):
+    """Separate random numbers for ranks that share a thread: each draws as in its own process.
+
+    Each rank continues its own numbers. Once the caller draws or seeds, all ranks start from the
+    caller's state.
+
+    >>> random = RankRandom(2, torch.device("cpu"))
+    >>> with random.step():
+    ...     random.switch(1)
+    ...     first = torch.rand(())
+    >>> torch.equal(first, torch.rand(()))
+    True
+    """
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        super().__init__(device)
+        self.ranks = ranks
+        # Each generator with its state for each rank; the last state is the caller's.
+        self._states = [(each, [each.get_state()] * (ranks + 1)) for each in self._generators]
+        self._rank = _CALLER
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, ranks draw; afterwards the caller's generators are as before."""
+        for generator, states in self._states:
+            now = generator.get_state()
+            if not torch.equal(now, states[_CALLER]):
+                states[:] = [now] * len(states)
+        with super().step():
+            self.switch(0)  # draws between the ranks count as those of rank 0
+            try:
+                yield
+            finally:
+                self.switch(_CALLER)
+
+    def states(self) -> list[list[torch.Tensor]]:
+        """The states of each generator: one for each rank, and the caller's."""
+        return [list(states) for _, states in self._states]
+
+    def set_states(self, states: list[list[torch.Tensor]]) -> None:
+        """Set all states, unless they are of another number of ranks."""
+        if [len(each) for each in states] == [len(known) for _, known in self._states]:
+            for (_, known), each in zip(self._states, states, strict=True):
+                known[:] = each
+
+    def switch(self, rank: int) -> None:
+        """Draw for another rank from now on."""
+        # Always: to compare the states would take longer.
+        for generator, states in self._states:
+            states[self._rank] = generator.get_state()
+            generator.set_state(states[rank])
+        self._rank = rank
+
+
+_CALLER = -1
+"""Stands for the caller's own numbers, among those of the ranks."""

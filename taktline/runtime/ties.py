@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import named_parameters
 from taktline.transport import Channel, Transport
 from taktline.transport.one_rank import Alone
+
+T = TypeVar("T")
 
 _PROCESS = secrets.token_hex(8)
 _HEADER = 16
@@ -185,35 +187,23 @@ class Ties:
         return self._failure
 
     def _add_up(self, tie: Tie, parameters: Sequence[nn.Parameter]) -> None:
-        like, total = local(parameters[0].detach()), None
-        owner, *others = self._holders[tie]
-        with self._noting(tie):
-            total = _sum([_gradient(parameter) for parameter in parameters])
+        like, (owner, *others) = local(parameters[0].detach()), self._holders[tie]
+        total = self._try(tie, lambda: _sum(map(_gradient, parameters)))
         if self._transport.rank == owner:
-            parts = [total]
+            parts = [total, *(self._try(tie, self._receive, other, like) for other in others)]
+            total = self._try(tie, _sum, parts)
             for other in others:
-                with self._noting(tie):
-                    parts.append(self._receive(other, like))
-            with self._noting(tie):
-                total = _sum(parts)
-            for other in others:
-                with self._noting(tie):
-                    self._send(other, like, total)
+                self._try(tie, self._send, other, like, total)
         else:
-            with self._noting(tie):
-                self._send(owner, like, total)
-            with self._noting(tie):
-                total = self._receive(owner, like)
-        with self._noting(tie):
-            for parameter in parameters:
-                if total is not None:
-                    parameter.grad = _as_gradient(total.clone(), parameter)
+            self._try(tie, self._send, owner, like, total)
+            total = self._try(tie, self._receive, owner, like)
+        if total is not None:
+            self._try(tie, _give, total, parameters)
 
-    @contextmanager
-    def _noting(self, tie: Tie) -> Iterator[None]:
-        """Note an error as the failure of this rank, unless there is one, and go on."""
+    def _try(self, tie: Tie, run: Callable[..., T], *arguments: Any) -> T | None:
+        """The result; an error becomes the failure of this rank, unless there is one."""
         try:
-            yield
+            return run(*arguments)
         except Exception as raised:
             if isinstance(raised, TaktlineError):  # such as a rank that is lost
                 error = raised
@@ -222,6 +212,7 @@ class Ties:
                 action = f"gradients of the tied weight {tie.name_in(stage)}"
                 error = stage_error(raised, self._rank_of[stage], stage, None, action)
             self._failure = self._failure or Failure(error)
+            return None
 
     def _mine(self) -> Iterator[tuple[Tie, list[nn.Parameter]]]:
         """Each tied weight with the copies on this rank."""
@@ -257,13 +248,16 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _as_gradient(total: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    if not is_sharded(parameter):
-        return total
-    return Sharding.of(parameter).assemble(total, parameter.device_mesh)
+def _give(total: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Put a sum into each copy of a weight."""
+    for parameter in parameters:
+        gradient = total.clone()
+        if is_sharded(parameter):
+            gradient = Sharding.of(parameter).assemble(gradient, parameter.device_mesh)
+        parameter.grad = gradient
 
 
-def _sum(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+def _sum(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     there = [part for part in parts if part is not None]
     return sum(there[1:], start=there[0]) if there else None
 

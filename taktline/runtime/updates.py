@@ -14,20 +14,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from taktline.sharding import local
 
-_times = itertools.count(1)
+times = itertools.count(1)
+"""The time, counted in steps of schedules and of optimizers."""
 _stepped: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 """When each optimizer of this process has stepped last."""
 
 
-def now() -> int:
-    """The time, counted in steps of schedules and of optimizers."""
-    _watch_optimizers()
-    return next(_times)
-
-
 @cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(lambda optimizer, *_: _stepped.update({optimizer: now()}))
+def watch() -> None:
+    """Note the steps of all optimizers from now on."""
+    register_optimizer_step_post_hook(
+        lambda optimizer, *_: _stepped.update({optimizer: next(times)})
+    )
 
 
 def wait(parameters: Iterable[nn.Parameter], since: int) -> bool:
@@ -38,7 +36,8 @@ def wait(parameters: Iterable[nn.Parameter], since: int) -> bool:
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters())
     >>> model(torch.ones(2)).backward()
-    >>> since = now()
+    >>> watch()
+    >>> since = next(times)
     >>> wait(model.parameters(), since)
     True
     >>> optimizer.step()

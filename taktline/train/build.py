@@ -27,7 +27,7 @@ from taktline.device import require_usable_device
 from taktline.errors import MismatchError, PartitionError, ScheduleError, TaktlineError, text_of
 from taktline.plan import NamedSchedule, Plan, find, read
 from taktline.runtime import ScheduleFromPlan
-from taktline.runtime.agreement import BUILDING, compared, together
+from taktline.runtime.introduction import BUILDING, compared, together
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import taktline as tl
 from taktline.plan import Kind, Plan
-from taktline.runtime.random_numbers import seeded
+from taktline.runtime.stage_actions import seeded
 from tests import models
 
 SCHEDULES: Mapping[str, tuple[int, ...]] = {

@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taktline.runtime.agreement import (
-    INTRODUCTION,
-    SAME_STEP,
-    Record,
-    difference,
-    first_difference,
-    misfit,
-    option,
-    other_kind,
-)
-from taktline.runtime.agreement import digest as digest_of
+from taktline.runtime.agreement import SAME_STEP, Record, difference, other_kind
+from taktline.runtime.introduction import INTRODUCTION, first_difference, misfit
+from taktline.runtime.introduction import digest as digest_of
+from taktline.stage.names import OPTION
 from taktline.transport import local, transport_of
 from taktline.transport.exchange import share_values
 from taktline.transport.one_rank import Alone
@@ -83,16 +76,16 @@ def test_ranks_that_fit_together(held: list[list[int]], rank_of: list[int]) -> N
         (
             [[0, 4], [1, 1], [2, 6, 7], []],
             LOOP,
-            "rank 1 has stages 1, 1 and needs stages 1, 5; rank 2 has stages 2, 6, 7 and needs "
-            "stages 2, 6; rank 3 has no stage and needs stages 3, 7",
+            "rank 1 has stages [1, 1] and needs [1, 5]; rank 2 has stages [2, 6, 7] and needs "
+            "[2, 6]; rank 3 has stages [] and needs [3, 7]",
         ),
         (
             [[0], [2], [1]],
             [0, 0, 1],
-            "rank 0 has stage 0 and needs stages 0, 1; rank 2 has stage 1 and needs no stage",
+            "rank 0 has stages [0] and needs [0, 1]; rank 2 has stages [1] and needs []",
         ),
         # One that the plan does not know.
-        ([[0], [1, 5]], [0, 1], "rank 1 has stages 1, 5 and needs stage 1"),
+        ([[0], [1, 5]], [0, 1], "rank 1 has stages [1, 5] and needs [1]"),
     ],
 )
 def test_stages_that_are_not_where_the_plan_wants_them(
@@ -108,8 +101,8 @@ def test_only_the_stages_of_the_plan_fit(order: list[int], cut: int) -> None:
     assert (misfit(introductions(held), LOOP) is None) == (held == HELD)
     without = [[stage for stage in stages if stage != cut] for stages in HELD]
     assert misfit(introductions(without), LOOP) == (
-        f"the stages are not where the schedule runs them: rank {cut % 4} has stage "
-        f"{(cut + 4) % 8} and needs stages {cut % 4}, {cut % 4 + 4}"
+        f"the stages are not where the schedule runs them: rank {cut % 4} has stages "
+        f"[{(cut + 4) % 8}] and needs [{cut % 4}, {cut % 4 + 4}]"
     )
 
 
@@ -128,7 +121,7 @@ def test_only_the_stages_of_the_plan_fit(order: list[int], cut: int) -> None:
 def test_blueprints(values: list[list[str] | None], text: str | None) -> None:
     def main(rank: int) -> str | None:
         said = [
-            tuple(option(*pair) for pair in zip(("one", "two"), each or (), strict=False))
+            tuple((OPTION, *pair) for pair in zip(("one", "two"), each or (), strict=False))
             for each in values
         ]
         return first_difference(transport_of(), said[rank], [digest_of(each) for each in said])

@@ -72,7 +72,6 @@ POPEN = '["collections:namedtuple", {"$": "type", "of": "subprocess:Popen"}, [nu
         ),
         ("{}", "a description of values: the value is an object, not a list"),
         ("[" * 50_000, "nested deeper"),
-        ("", "not JSON"),
         ("\0", "not JSON"),
         ("[[1e999], null]", "[0][0] is inf, not a finite number"),
         (f"[[{TENSOR}, {TENSOR}], null]", "is not as long as"),
@@ -116,30 +115,16 @@ def incoming(*messages: bytes) -> ports.FirstIncoming:
 
 @pytest.mark.parametrize(
     "numbers",
-    [
-        [0, 0, 0],
-        [1, 0, 0],
-        [ports._DONE, -1, 0],
-        [ports._DONE, 2**62, 0],
-        [ports._DONE, 4, -1],
-        [ports._DONE, 4, 2**55],
-        [ports._FAILED, 0, -1],
-    ],
+    [[0, 0, 0], [1, 4, 0]] + [[ports._DONE, *sizes] for sizes in ([-1, 0], [2**62, 0], [4, 2**55])],
     ids=str,
 )
 def test_an_invalid_head_of_a_message(numbers: list[int]) -> None:
-    head = struct.pack("<3q", *numbers).ljust(512, b"\0")
-    with pytest.raises(TransportError) as caught:
-        incoming(head).take(0)
-    assert str(caught.value) == (
-        "what has arrived is not a message, or is larger than the memory of this rank; restart all "
-        "ranks, with one version of Taktline"
-    )
+    with pytest.raises(TransportError, match="what has arrived is not a message, or is larger"):
+        incoming(struct.pack("<3q", *numbers)).take(0)
 
 
 def test_a_message_is_fetched_whole_before_it_is_read() -> None:
-    head = struct.pack("<3q", ports._DONE, 3, 48) + b"{}}"
-    port = incoming(head.ljust(512, b"\0"), bytes(48))
+    port = incoming(struct.pack("<3q", ports._DONE, 3, 48), b"{}}", bytes(48))
     with pytest.raises(SignatureError):
         port.take(0)
     assert not port._queue.expected

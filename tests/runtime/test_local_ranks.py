@@ -173,9 +173,8 @@ def test_ctrl_c_in_a_rank() -> None:
         raise KeyboardInterrupt
 
     stages[1].seen = interrupt
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with pytest.raises(KeyboardInterrupt):
         pipe.step(X, target=Y)
-    assert caught.value.__notes__ == ["on rank 1 of 3 local ranks"]
     stages[1].seen = lambda *_: None
     assert pipe.step(X, target=Y) == expected
 

@@ -241,12 +241,6 @@ def test_pieces_are_views() -> None:
     assert offsets == [8 * first for first in (0, 12, 0, 2, 3)]
 
 
-def test_plain_tensors_are_cut_without_pytree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "_flatten", None)
-    pieces, _ = split_args_kwargs_into_chunks((torch.arange(2), torch.tensor(7)), {}, 2)
-    assert pieces == [(torch.tensor([0]), torch.tensor(7)), (torch.tensor([1]), torch.tensor(7))]
-
-
 def test_each_micro_batch_has_containers_of_its_own() -> None:
     args, kwargs = split_args_kwargs_into_chunks(([1],), {"a": {}}, 2)
     args[0][0].append(2)
@@ -291,49 +285,20 @@ def test_one_spec_for_all_in_a_container_and_none_for_the_default() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "specs", "rows"),
-    [
-        ((X, 1), {"y": [torch.zeros(3)]}, (), 3),
-        ((X,), {}, ((DIM(1),),), 16),
-        ((), {"x": X}, (None, {"x": DIM(-1)}), 16),
-        ((X,), {}, ((Replicate(),),), 0),
-        ((torch.tensor(1.0), "text"), {}, (), 0),
-    ],
-)
-def test_batch_size(args: Any, kwargs: Any, specs: Any, rows: int) -> None:
-    assert Batch(args, kwargs, cutter=Cutter(1, *specs)).size() == rows
-
-
-def test_scalars_are_stacked() -> None:
+def test_outputs_are_merged_in_their_structure() -> None:
     losses = [torch.tensor(1.0), torch.tensor(2.0)]
     for spec in (None, TensorChunkSpec(0)):
         assert merge_chunks(losses, spec).tolist() == [1.0, 2.0]
-
-
-def test_outputs_that_are_not_tensors() -> None:
-    assert merge_chunks([None, None], None) is None
     output = Output(logits=torch.zeros(1, 2), cache=None)
     merged = merge_chunks([output, output], None)
-    assert type(merged) is Output
-    assert merged["logits"].shape == (2, 2)
-    assert merged["cache"] is None
-
-
-def test_outputs_keep_their_type_whatever_that_of_the_spec() -> None:
+    assert (type(merged), merged["logits"].shape, merged["cache"]) == (Output, (2, 2), None)
     x = torch.zeros(2, 2)
     merged = merge_chunks([[x, x], [x, x]], TensorChunkSpec.from_tuple((0, 1)))
     assert isinstance(merged, list)
     assert [tuple(each.shape) for each in merged] == [(4, 2), (2, 4)]
     counts = defaultdict(int, a=torch.zeros(1))
     assert merge_chunks([counts, counts], None).default_factory is int
-
-
-def test_whole_tensors_are_merged_if_they_are_the_same() -> None:
-    x = torch.arange(3)
     assert merge_chunks([x, x.clone()], Replicate()) is x
-    with pytest.raises(BatchError, match=r"but int64\[4\] in micro-batch 1; return tensors"):
-        merge_chunks([x, torch.arange(4)], Replicate)
 
 
 # ── What is said when it does not work ───────────────────────────────────────────────────────────
@@ -450,13 +415,9 @@ def test_specs_that_do_not_fit(value: Any, spec: Any, text: str) -> None:
     ],
 )  # fmt: skip
 def test_specs_for_other_arguments(args_spec: Any, kwargs_spec: Any, text: str) -> None:
-    for call in (
-        lambda: split_args_kwargs_into_chunks((X, X), {"a": X}, 2, args_spec, kwargs_spec),
-        Batch((X, X), {"a": X}, cutter=Cutter(2, args_spec, kwargs_spec)).size,
-    ):
-        with pytest.raises(BatchError) as caught:
-            call()
-        assert str(caught.value) == text
+    with pytest.raises(BatchError) as caught:
+        Batch((X, X), {"a": X}, cutter=Cutter(2, args_spec, kwargs_spec)).cut()
+    assert str(caught.value) == text
 
 
 @pytest.mark.parametrize(
@@ -469,34 +430,27 @@ def test_specs_for_other_arguments(args_spec: Any, kwargs_spec: Any, text: str) 
             "TreeSpec(tuple, None, [*, TreeSpec(list, None, [*])])",
         ),
         (
-            [{"a": X}, {"a": X}, {"a": X[:, :5]}], None,
-            "output['a'] is float32[3, 16] in micro-batch 0, but float32[3, 5] in micro-batch 2: "
-            "these cannot be joined along dimension 0",
+            [{"a": X}, {"a": X[:, :5]}], None,
+            "output['a'] cannot be joined along dimension 0: it is float32[3, 16], float32[3, 5] "
+            "in the micro-batches (",
         ),
         (
             [X, X[:2]], TensorChunkSpec(1),
-            "output is float32[3, 16] in micro-batch 0, but float32[2, 16] in micro-batch 1: "
-            "these cannot be joined along dimension 1",
+            "output cannot be joined along dimension 1: it is float32[3, 16], float32[2, 16]",
         ),
         (
             [X[0, 0], X[0]], None,
-            "output is float32[] in micro-batch 0, but float32[16] in micro-batch 1: "
-            "these cannot be joined along dimension 0",
+            "output cannot be joined along dimension 0: it is float32[], float32[16]",
         ),
-        (
-            [X, None], None,
-            "output is float32[3, 16] in micro-batch 0, but None in micro-batch 1: "
-            "these cannot be joined along dimension 0",
-        ),
+        ([X, None], None, "output cannot be joined along dimension 0: it is float32[3, 16], None"),
         (
             [(X, 1), (X, 2)], None,
-            "output[1] is 1 in micro-batch 0, but 2 in micro-batch 1; return tensors, or equal "
-            "values",
+            "output[1] is 1 in micro-batch 0, but another value in micro-batch 1, 2; return "
+            "tensors, or equal values",
         ),
         (
-            [torch.Generator(), torch.Generator()], None,
-            "output is a Generator in micro-batch 0, but another one in micro-batch 1; "
-            "return tensors, or equal values",
+            [torch.arange(3), torch.arange(4)], Replicate,
+            "output is int64[3] in micro-batch 0, but another value in micro-batch 1, int64[4]",
         ),
         ([X], DIM(2), "output is float32[3, 16]: it has no dimension 2; use one from -2 to 1"),
         ([(1,)], DIM(0), "output[0] is 1, no tensor: use Replicate(), not TensorChunkSpec(0)"),
@@ -506,7 +460,7 @@ def test_specs_for_other_arguments(args_spec: Any, kwargs_spec: Any, text: str) 
 def test_what_cannot_be_merged(chunks: list[Any], spec: Any, text: str) -> None:
     with pytest.raises(BatchError) as caught:
         merge_chunks(chunks, spec)
-    assert str(caught.value) == text
+    assert str(caught.value).startswith(text)
 
 
 # ── Block masks and distributed tensors ──────────────────────────────────────────────────────────
@@ -623,9 +577,8 @@ def test_distributed_tensors_that_do_not_fit(mesh: Any) -> None:
         with pytest.raises(BatchError) as caught:
             refused()
         assert str(caught.value).replace("output", "x") == text
-    for other in (parts[0], torch.zeros(10, 4)):
-        with pytest.raises(BatchError, match="cannot be joined along dimension 0"):
-            merge_chunks([parts[1], other], None)
+    with pytest.raises(BatchError, match="cannot be joined along dimension 0"):
+        merge_chunks([parts[1], torch.zeros(10, 4)], None)
 
 
 # ── Cheap to import ──────────────────────────────────────────────────────────────────────────────

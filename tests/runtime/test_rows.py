@@ -254,8 +254,8 @@ def test_a_small_batch_of_which_some_is_cut_already(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(cut_already),
         BatchError,
-        "rank 1: target_mbs has 8 micro-batches, but the batch has 6 rows and runs as 6; pass all "
-        "of it whole, or all of it as micro-batches",
+        "rank 1: the batch has 6 rows and runs as 6 micro-batches, but target_mbs has 8; pass all "
+        "of it whole, or all as micro-batches",
     )
 
 

@@ -160,13 +160,10 @@ def joined(rank: int, group: Any) -> None:
 
 
 def test_outputs_that_cannot_be_joined(outcomes: Outcomes) -> None:
-    assert_all(
-        outcomes(joined),
-        BatchError,
-        "rank 1: output is float32[2, 3, 6] in micro-batch 0, but float32[2, 4, 6] in micro-batch "
-        "1: these cannot be joined along dimension 0; pass return_outputs=False if you do not need "
-        "them",
-    )
+    for error in outcomes(joined):
+        assert isinstance(error, BatchError)
+        assert str(error).startswith("rank 1: output cannot be joined along dimension 0: ")
+        assert str(error).endswith("; pass return_outputs=False if you do not need them")
 
 
 class Watches(nn.Module):

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 import taktline as tl
 from taktline.errors import DeadlockError
 from taktline.meta import as_arguments
-from taktline.runtime.losses import scales
-from taktline.runtime.random_numbers import seeded
+from taktline.runtime.feed import scales
+from taktline.runtime.stage_actions import seeded
 from tests.runtime.cases import add_up
 from tests.runtime.scenarios import CPU, gradients_of
 from tests.torture.case import Call, Case, Fault

@@ -34,12 +34,12 @@ from taktline.errors import (
     text_of,
 )
 from taktline.pytree import tree_map_only
-from taktline.runtime.losses import warn_if_uneven
+from taktline.runtime.feed import Feed, warn_if_uneven
 from taktline.runtime.microbatch import Batch, Cutter
 from taktline.runtime.program import Bound
 from taktline.runtime.runner import Runner
 from taktline.runtime.schedule import Schedule
-from taktline.runtime.stage_actions import Feed, Signatures
+from taktline.runtime.stage_actions import Signatures
 from taktline.transport import transport_of
 from taktline.transport.exchange import exchange_or_raise
 

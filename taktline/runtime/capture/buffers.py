@@ -17,7 +17,7 @@ from taktline import pytree
 from taktline.errors import ScheduleError
 from taktline.private import for_all
 from taktline.runtime.capture.state import count_users
-from taktline.runtime.stage_actions import Feed
+from taktline.runtime.feed import Feed
 
 _copy_all = for_all("torch._foreach_copy_", torch.Tensor.copy_)
 _zero_all = for_all("torch._foreach_zero_", torch.Tensor.zero_)

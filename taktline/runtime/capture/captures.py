@@ -19,8 +19,7 @@ from taktline.private import private
 from taktline.runtime.capture.buffers import Gradients, Inputs, Static
 from taktline.runtime.capture.state import State
 from taktline.runtime.program import Bound, Failure, bind
-from taktline.runtime.random_numbers import Drawing, RankRandom
-from taktline.runtime.stage_actions import Binding
+from taktline.runtime.stage_actions import Binding, Drawing, RankRandom
 from taktline.stage import PipelineStage
 from taktline.stage.stage import parameters_of
 from taktline.text import counted

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import taktline as tl
 from taktline.checks import read
 from taktline.meta import Signature, flatten
-from taktline.runtime.agreement import INTRODUCTION, misfit
+from taktline.runtime.introduction import INTRODUCTION, misfit
 from taktline.transport import exchange
 from taktline.transport import links as control
 from taktline.transport.codec import decode, encode
