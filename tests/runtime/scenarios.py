@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -95,17 +94,6 @@ def _collect(result: Result, stage: int, module: nn.Module) -> None:
     named = list(module.named_parameters())
     result.gradients |= {f"{stage}.{n}": p.grad for n, p in named if p.grad is not None}
     result.buffers |= {f"{stage}.{n}": b for n, b in module.named_buffers()}
-
-
-def run_gloo(
-    rank: int, group: dist.ProcessGroup, module: str, name: str, plan: Plan, options: dict[str, Any]
-) -> Result:
-    """In a worker: the scenario of that name in a test module."""
-    return run_stages(rank, group, _scenario(module, name), plan, **options)
-
-
-def _scenario(module: str, name: str) -> Scenario:
-    return import_module(module).SCENARIOS[name]
 
 
 def run_local(scenario: Scenario, plan: Plan, **options: Any) -> list[Result]:

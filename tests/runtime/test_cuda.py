@@ -14,7 +14,7 @@ from torch import nn
 import taktline as tl
 from taktline.transport import Channel
 from taktline.transport.distributed import Distributed
-from tests.runtime import scenarios, test_losses, test_shapes, test_skip, test_values
+from tests.runtime import scenarios
 from tests.runtime.cases import (
     SCHEDULES,
     Case,
@@ -24,6 +24,7 @@ from tests.runtime.cases import (
     run_pipelined,
     run_plain,
 )
+from tests.runtime.features import FEATURES
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # needed by deterministic algorithms
 
@@ -53,22 +54,14 @@ def test_local_ranks_on_one_gpu(schedule: str, model: str, strict: bool) -> None
     assert_same(merge(run_local(case)), run_plain(case))
 
 
-SCENARIOS = {
-    name: module.SCENARIOS[name]
-    for module, names in (
-        (test_values, ("several", "nested", "dataclass", "layouts", "low precision", "twice")),
-        (test_skip, ("unet", "checkpointed", "far")),
-        (test_losses, ("aux", "aux, checkpointed")),
-        (test_shapes, ("dropped",)),
-    )
-    for name in names
-}
+NAMES = ("several", "nested", "dataclass", "layouts", "low precision", "twice", "dropped")
+NAMES += ("unet", "skip, checkpointed", "far skip", "loss", "loss, checkpointed")
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_values_on_one_gpu(schedule: str, name: str) -> None:
-    scenario, plan = SCENARIOS[name], scenarios.plan_for(schedule, 2)
+    scenario, plan = FEATURES[name], scenarios.plan_for(schedule, 2)
     device, dynamic = torch.device("cuda"), name == "dropped"
     found = scenarios.run_local(scenario, plan, device=device, dynamic_shapes=dynamic)
     scenarios.assert_same(found, scenarios.run_plain(scenario, plan, device), exact=False)

@@ -8,63 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import BatchError, LossError
 from tests.runtime.cases import SCHEDULES
-from tests.runtime.scenarios import (
-    CPU,
-    Batch,
-    Scenario,
-    assert_same,
-    plan_for,
-    run_gloo,
-    run_local,
-    run_plain,
-)
+from tests.runtime.features import DIM, Experts
+from tests.runtime.scenarios import CPU, Batch, plan_for
 from tests.runtime.test_errors import Outcomes, assert_all, make, run
 from tests.runtime.test_errors import outcomes as outcomes
 from tests.workers import Workers
 
-DIM, CLASSES, IGNORED = 6, 5, -100
-
-
-class Experts(nn.Module):
-    """A mixture of two experts, which adds how unevenly they are used to the loss."""
-
-    def __init__(self, stage: int, *, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.stage = stage
-        self.checkpointed = checkpointed
-        self.router = nn.Linear(DIM, 2)
-        self.experts = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.checkpointed:
-            return checkpoint(self._compute, x, use_reentrant=False)
-        return self._compute(x)
-
-    def _compute(self, x: Tensor) -> Tensor:
-        shares = self.router(x).softmax(-1)
-        tl.add_loss(0.1 * (self.stage + 1) * shares.mean(0).square().sum())
-        if self.stage == 1:  # two in one forward, of which one has no gradient
-            tl.add_loss(shares.detach().max().reshape(1))
-        left, right = (shares[:, i : i + 1] * e(x) for i, e in enumerate(self.experts))
-        return torch.tanh(left + right)
-
-
-class OnlyThere(Experts):
-    """A model in which one stage alone adds something."""
-
-    def _compute(self, x: Tensor) -> Tensor:
-        if self.stage == 0:
-            return super()._compute(x)
-        return torch.tanh(self.experts[0](x))
-
-
-def vectors(number: int, size: int) -> Batch:
-    return (torch.randn(size, DIM),), {}, torch.randn(size, DIM)
+CLASSES, IGNORED = 5, -100
 
 
 def tokens(number: int, size: int) -> Batch:
@@ -90,48 +44,8 @@ def averaged(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def smoothed(output: Tensor, target: Tensor, *, beta: float, weight: Tensor) -> Tensor:
-    return (F.smooth_l1_loss(output, target, beta=beta, reduction="none") * weight).mean()
-
-
 def count_tokens(target: Tensor) -> Tensor:
     return (target != IGNORED).sum()
-
-
-SCENARIOS = {
-    "aux": Scenario(lambda count: [Experts(s) for s in range(count)], vectors),
-    "aux, checkpointed": Scenario(
-        lambda count: [Experts(s, checkpointed=True) for s in range(count)], vectors
-    ),
-    "aux in one stage": Scenario(lambda count: [OnlyThere(s) for s in range(count)], vectors),
-    "keywords": Scenario(
-        lambda count: [nn.Linear(DIM, DIM) for _ in range(count)],
-        vectors,
-        smoothed,
-        calls=(("step", 8), ("step", 8), ("step", 9)),
-        options={"loss_kwargs": {"beta": 0.5, "weight": torch.arange(1.0, DIM + 1)}},
-    ),
-}
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_local(schedule: str, name: str, ranks: int) -> None:
-    plan = plan_for(schedule, ranks)
-    # With several roots the engine adds up in another order than autograd.grad with one more.
-    assert_same(run_local(SCENARIOS[name], plan), run_plain(SCENARIOS[name], plan), exact=False)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.processes
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gloo(workers: Workers, schedule: str, name: str) -> None:
-    plan = plan_for(schedule, 4)
-    found = workers.run(run_gloo, __name__, name, plan, {}, ranks=4)
-    assert_same(found, run_plain(SCENARIOS[name], plan), exact=False)
 
 
 def train_on_tokens(
@@ -453,33 +367,6 @@ def weighted(rank: int, group: Any, weights: Any) -> None:
 )
 def test_weights_that_make_no_sense(outcomes: Outcomes, weights: Any, text: str) -> None:
     assert_all(outcomes(weighted, weights), BatchError, f"rank 1: {text}")
-
-
-def differently_shared(rank: int, group: Any) -> None:
-    schedule = make(rank, group)
-    schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), share_losses=rank == 0)
-
-
-def test_ranks_that_disagree_on_sharing(outcomes: Outcomes) -> None:
-    assert_all(
-        outcomes(differently_shared),
-        tl.MismatchError,
-        "the ranks disagree on the value of share_losses: True on rank 0; False on rank 1; pass "
-        "the same on every rank",
-    )
-
-
-def no_list(rank: int, group: Any) -> None:
-    schedule = make(rank, group)
-    schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), aux_losses=0)
-
-
-def test_losses_that_cannot_be_filled(outcomes: Outcomes) -> None:
-    assert_all(
-        outcomes(no_list),
-        BatchError,
-        "rank 0: aux_losses must be a list to fill, not int",
-    )
 
 
 def after_a_failure(rank: int, group: Any) -> list[int]:

@@ -12,68 +12,16 @@ from torch.nn import functional as F
 import taktline as tl
 from taktline.errors import BatchError
 from tests.runtime.cases import SCHEDULES
+from tests.runtime.features import Drops, loss_of_sums
 from tests.runtime.scenarios import (
     CPU,
-    Batch,
-    Scenario,
-    assert_same,
     plan_for,
-    run_gloo,
-    run_local,
-    run_plain,
 )
 from tests.runtime.test_errors import Outcomes, assert_all
 from tests.runtime.test_errors import outcomes as outcomes
 from tests.workers import Workers
 
 DIM = 6
-
-
-class Drops(nn.Module):
-    """Each stage keeps some of the tokens it gets: which and how many, their values say."""
-
-    def __init__(self, stage: int, count: int) -> None:
-        super().__init__()
-        self.stage = stage
-        self.linear = nn.Linear(DIM, DIM)
-        self.last = stage == count - 1
-
-    def forward(self, x: Tensor, kept: int | None = None) -> Any:
-        if self.stage == 0:
-            x = x.flatten(0, 1)
-        else:
-            assert kept == len(x)
-        x = torch.tanh(self.linear(x))
-        x = x[x.detach().sum(1) > -1.0]
-        return x.sum(0, keepdim=True) if self.last else (x, len(x))
-
-
-def tokens(number: int, size: int) -> Batch:
-    return (torch.randn(size, 5, DIM),), {}, torch.randn(size, DIM)
-
-
-def loss_of_sums(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target.sum(0, keepdim=True))
-
-
-SCENARIOS = {
-    "dropped": Scenario(lambda count: [Drops(s, count) for s in range(count)], tokens, loss_of_sums)
-}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_shapes_that_depend_on_values(workers: Workers, schedule: str) -> None:
-    plan = plan_for(schedule, 4)
-    found = workers.run(run_gloo, __name__, "dropped", plan, {"dynamic_shapes": True}, ranks=4)
-    assert_same(found, run_plain(SCENARIOS["dropped"], plan))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_shapes_that_depend_on_values_over_local_ranks(schedule: str) -> None:
-    plan = plan_for(schedule, 2)
-    found = run_local(SCENARIOS["dropped"], plan, dynamic_shapes=True)
-    assert_same(found, run_plain(SCENARIOS["dropped"], plan))
 
 
 def static(rank: int, group: Any) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 
 from taktline.plan import Kind, Plan, build, validate
 from tests import models
-from tests.runtime import test_losses, test_shapes, test_skip, test_values
 from tests.runtime.cases import SCHEDULES
+from tests.runtime.features import DYNAMIC, FEATURES, INEXACT, plain_batch, some_batch
 from tests.runtime.scenarios import Batch, Scenario
 from tests.torture.plans import draw_plan, has_one_order
 
@@ -118,7 +118,7 @@ def _tokens(number: int, size: int) -> Batch:
 
 
 def _some_batch(number: int, size: int) -> Batch:
-    return test_values.some_batch(number % 5, size)
+    return some_batch(number % 5, size)
 
 
 def _dropout() -> nn.Module:
@@ -127,20 +127,17 @@ def _dropout() -> nn.Module:
 
 def _kinds() -> dict[str, Values]:
     kinds = {
-        "single": Values(Scenario(_layers(lambda: nn.Linear(6, 6)), test_skip.vectors)),
+        "single": Values(Scenario(_layers(lambda: nn.Linear(6, 6)), plain_batch)),
         "gpt": Values(Scenario(_gpt, _tokens, models.cross_entropy)),
-        "dropout": Values(Scenario(_layers(_dropout), test_skip.vectors), seeded=True),
-        "dropped tokens": Values(test_shapes.SCENARIOS["dropped"], dynamic=True),
+        "dropout": Values(Scenario(_layers(_dropout), plain_batch), seeded=True),
     }
-    for name, scenario in test_values.SCENARIOS.items():
+    for name, scenario in FEATURES.items():
         # Running statistics depend on the order of the forwards, and a failed step changes them.
         if name not in ("buffers", "no gradient in any"):
             batch = _some_batch if name == "no gradient in some" else scenario.batch
-            kinds[name] = Values(replace(scenario, batch=batch))
-    for name, scenario in test_skip.SCENARIOS.items():
-        kinds[f"skip, {name}"] = Values(scenario, exact=name in test_skip.EXACT)
-    for name, scenario in test_losses.SCENARIOS.items():
-        kinds[f"loss, {name}"] = Values(scenario, exact=False)
+            exact = name not in INEXACT and scenario.options == {}
+            dynamic = True if name in DYNAMIC else None
+            kinds[name] = Values(replace(scenario, batch=batch), exact, dynamic)
     return kinds
 
 

@@ -1,29 +1,25 @@
-"""Any value crosses any boundary, under every schedule, with the plain model's gradients."""
+"""Features that every schedule must bring through: models with them, for the grid."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
+import taktline as tl
 from taktline.transport.codec import register_container
-from tests.runtime.cases import SCHEDULES
-from tests.runtime.scenarios import (
-    Batch,
-    Scenario,
-    assert_same,
-    plan_for,
-    run_gloo,
-    run_local,
-    run_plain,
-)
-from tests.workers import Workers
+from tests.runtime.scenarios import Batch, Scenario
 
 DIM = 6
+
+
+# Values of every kind, across boundaries.
 
 
 @register_container
@@ -232,11 +228,191 @@ def some_batch(number: int, size: int) -> Batch:
     return (x,), {}, torch.randn(size, DIM)
 
 
-def scenario(layer: type[Layer], batch: Any = plain_batch, **fields: Any) -> Scenario:
-    return Scenario(lambda count: [layer(s, count) for s in range(count)], batch, **fields)
+def scenario(
+    layer: Any, batch: Any = plain_batch, *, checkpointed: bool = False, **fields: Any
+) -> Scenario:
+    options = {"checkpointed": True} if checkpointed else {}
+    return Scenario(lambda n: [layer(s, n, **options) for s in range(n)], batch, **fields)
 
 
-SCENARIOS = {
+# Losses from any stage.
+
+
+class Experts(nn.Module):
+    """A mixture of two experts, which adds how unevenly they are used to the loss."""
+
+    def __init__(self, stage: int, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.stage = stage
+        self.checkpointed = checkpointed
+        self.router = nn.Linear(DIM, 2)
+        self.experts = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            return checkpoint(self._compute, x, use_reentrant=False)
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        tl.add_loss(0.1 * (self.stage + 1) * shares.mean(0).square().sum())
+        if self.stage == 1:  # two in one forward, of which one has no gradient
+            tl.add_loss(shares.detach().max().reshape(1))
+        left, right = (shares[:, i : i + 1] * e(x) for i, e in enumerate(self.experts))
+        return torch.tanh(left + right)
+
+
+class OnlyThere(Experts):
+    """A model in which one stage alone adds something."""
+
+    def _compute(self, x: Tensor) -> Tensor:
+        if self.stage == 0:
+            return super()._compute(x)
+        return torch.tanh(self.experts[0](x))
+
+
+def smoothed(output: Tensor, target: Tensor, *, beta: float, weight: Tensor) -> Tensor:
+    return (F.smooth_l1_loss(output, target, beta=beta, reduction="none") * weight).mean()
+
+
+# Skips.
+
+
+WIDTH = 4
+
+
+class Down(nn.Module):
+    """A level of a U-Net: puts what it sees at its resolution, and halves that."""
+
+    def __init__(self, level: int, channels: int) -> None:
+        super().__init__()
+        self.level = level
+        self.block = nn.Conv2d(channels, 2 * channels, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 2 * channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.norm(self.block(x)))
+        tl.skip.put(f"level {self.level}", x)
+        return F.avg_pool2d(x, 2)
+
+
+class Middle(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.block = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.block(x))
+
+
+class Up(nn.Module):
+    """The way back: doubles the resolution, and joins what was put there."""
+
+    def __init__(self, level: int, channels: int) -> None:
+        super().__init__()
+        self.level = level
+        self.block = nn.Conv2d(2 * channels, channels // 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.interpolate(x, scale_factor=2)
+        x = torch.cat([x, tl.skip.get(f"level {self.level}")], dim=1)
+        return F.silu(self.block(x))
+
+
+def unet(stages: int) -> list[nn.Module]:
+    """A U-Net of three levels, cut into so many stages."""
+    levels = 3
+    layers: list[nn.Module] = [Down(i, WIDTH * 2**i) for i in range(levels)]
+    layers.append(Middle(WIDTH * 2**levels))
+    layers += [Up(i, WIDTH * 2 ** (i + 1)) for i in reversed(range(levels))]
+    layers.append(nn.Conv2d(WIDTH, WIDTH, 1))
+    bounds = [round(i * len(layers) / stages) for i in range(stages + 1)]
+    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(bounds)]
+
+
+def images(number: int, size: int) -> Batch:
+    return (torch.randn(size, WIDTH, 8, 8),), {}, torch.randn(size, WIDTH, 8, 8)
+
+
+class Shared(nn.Module):
+    """Every stage uses what the first one puts, positions and a mask among it, and adds to it."""
+
+    def __init__(self, stage: int, count: int, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.stage = stage
+        self.linear = nn.Linear(6, 6)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stage == 0:
+            tl.skip.put("origin", x @ self.linear.weight)
+            tl.skip.put("positions", torch.arange(x.shape[0], device=x.device))
+            tl.skip.put("running", x.sum(1, keepdim=True) + self.linear.bias.sum())
+        running = tl.skip.get("running")
+        tl.skip.put("running", running * 0.5)
+        x = x + tl.skip.get("running")
+        if self.checkpointed:
+            return checkpoint(self._compute, x, use_reentrant=False)
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        x = x + tl.skip.get("origin") + tl.skip.get("positions")[:, None]
+        tl.skip.put(f"made by {self.stage}", torch.sin(x))
+        x = x * tl.skip.get(f"made by {self.stage}")
+        return torch.tanh(self.linear(x))
+
+
+class Jump(Shared):
+    """Only the last stage gets what the first one puts; the ones between hand it on."""
+
+    def __init__(self, stage: int, count: int) -> None:
+        super().__init__(stage, count)
+        self.last = stage == count - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stage == 0:
+            tl.skip.put("far", x @ self.linear.weight)
+        if self.last:
+            x = x * tl.skip.get("far")
+        return torch.tanh(self.linear(x))
+
+
+# Shapes that depend on values.
+
+
+class Drops(nn.Module):
+    """Each stage keeps some of the tokens it gets: which and how many, their values say."""
+
+    def __init__(self, stage: int, count: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self.linear = nn.Linear(DIM, DIM)
+        self.last = stage == count - 1
+
+    def forward(self, x: Tensor, kept: int | None = None) -> Any:
+        if self.stage == 0:
+            x = x.flatten(0, 1)
+        else:
+            assert kept == len(x)
+        x = torch.tanh(self.linear(x))
+        x = x[x.detach().sum(1) > -1.0]
+        return x.sum(0, keepdim=True) if self.last else (x, len(x))
+
+
+def sequences(number: int, size: int) -> Batch:
+    return (torch.randn(size, 5, DIM),), {}, torch.randn(size, DIM)
+
+
+def loss_of_sums(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target.sum(0, keepdim=True))
+
+
+def of(make: Any, **options: Any) -> Any:
+    """A module for each stage."""
+    return lambda count: [make(stage, **options) for stage in range(count)]
+
+
+FEATURES = {
     "several": scenario(Many),
     "nested": scenario(Nested),
     "named tuple": scenario(NamedFields),
@@ -252,31 +428,24 @@ SCENARIOS = {
     "frozen": scenario(Frozen),
     "keywords": scenario(Keywords, keyword_batch),
     "buffers": scenario(Normed, calls=(("step", 8), ("step", 8), ("step", 9))),
+    "loss": Scenario(of(Experts), plain_batch),
+    "loss, checkpointed": Scenario(of(Experts, checkpointed=True), plain_batch),
+    "loss in one stage": Scenario(of(OnlyThere), plain_batch),
+    "loss with keywords": Scenario(
+        of(lambda _: nn.Linear(DIM, DIM)),
+        plain_batch,
+        smoothed,
+        calls=(("step", 8), ("step", 8), ("step", 9)),
+        options={"loss_kwargs": {"beta": 0.5, "weight": torch.arange(1.0, DIM + 1)}},
+    ),
+    "unet": Scenario(unet, images),
+    "skip": scenario(Shared),
+    "skip, checkpointed": scenario(Shared, checkpointed=True),
+    "far skip": scenario(Jump),
+    "dropped": scenario(Drops, sequences, loss=loss_of_sums),
 }
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_local(schedule: str, name: str, ranks: int) -> None:
-    plan = plan_for(schedule, ranks)
-    assert_same(run_local(SCENARIOS[name], plan), run_plain(SCENARIOS[name], plan))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.processes
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gloo(workers: Workers, schedule: str, name: str) -> None:
-    plan = plan_for(schedule, 4 if name in ("several", "twice", "no gradient in some") else 2)
-    found = workers.run(run_gloo, __name__, name, plan, {}, ranks=plan.ranks)
-    assert_same(found, run_plain(SCENARIOS[name], plan))
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_gloo_with_dynamic_shapes(workers: Workers, name: str) -> None:
-    plan = plan_for("ScheduleZBVZeroBubble", 2)
-    found = workers.run(run_gloo, __name__, name, plan, {"dynamic_shapes": True}, ranks=2)
-    assert_same(found, run_plain(SCENARIOS[name], plan))
+INEXACT = ("loss", "loss, checkpointed", "loss in one stage", "skip", "skip, checkpointed")
+"""With several roots, or values that several stages use, the plain model adds up in another order
+than stage by stage from the back."""
+DYNAMIC = ("dropped",)
+"""Whose shapes depend on values."""
