@@ -17,16 +17,21 @@ so that a process never holds more than one tensor beside its own.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
+import socket
 import sys
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -39,11 +44,10 @@ from taktline.sharding import is_sharded, local
 from taktline.transport.codec import NotPlainError, pack, unpack
 
 MANIFEST = "manifest.json"
+LOCK = ".lock"
 _FORMAT = "taktline checkpoint"
 _VERSION = 1
 """Of the format; newer ones are refused."""
-MOST_STEPS = 2**53
-"""The largest step that all programs can read from JSON."""
 _PIECE = {"file": str, "start": [int], "size": [int]}
 _GROUP = {"names": [str], "options": {str: object}}
 _PART = {
@@ -82,6 +86,7 @@ _KINDS = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _KINDS.items()}
+_log = logging.getLogger("taktline")
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -89,6 +94,59 @@ def open_file(path: Path) -> BufferedReader:
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
     return open(path, "rb")
+
+
+def lock(folder: Path) -> TextIO:
+    """Lock a folder until the file is closed; raises if another job has locked it.
+
+    The first process of a job holds the lock (``flock``) while a save is written, so it ends with
+    that process, whatever ends it. The file says who holds it.
+    """
+    file = open(folder / LOCK, "a+", errors="replace")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(500) or "a process that has begun just now"
+        file.close()
+        raise CheckpointError(
+            f"another job is saving to {folder}: {holder}; use a folder of its own for each job, "
+            "or end one of them"
+        ) from None
+    except OSError as error:  # of a file system without locks
+        _log.warning("%s cannot be locked: %s", folder, error.strerror)
+        return file
+    with suppress(OSError):  # the disk may be full
+        file.truncate(0)
+        since = time.strftime("%F %T %z")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
+        file.flush()
+    return file
+
+
+def unlock(file: TextIO) -> None:
+    """Unlock a folder, also if a forked process has the file open, too."""
+    with suppress(OSError):  # of a file system without locks
+        fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it appears whole or not at all, and flush it to disk."""
+    new = path.with_name(f"{path.name}.new")
+    with open(new, "wb", buffering=0) as file:
+        file.write(text.encode())
+        os.fsync(file.fileno())
+    new.rename(path)
+
+
+def sync(folder: Path) -> None:
+    """Flush the names in a folder to disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def require_writable(tensor: torch.Tensor, name: str) -> None:
@@ -272,7 +330,15 @@ class Checkpoint:
         self._listed: dict[str, dict[str, Any]] = content["files"]
         self._files: dict[str, TensorFile] = {}
         for name, known in self._listed.items():
-            _require_file(path / name, name, known["bytes"])
+            file, size = path / name, known["bytes"]
+            if Path(name).name != name or not file.is_file():
+                raise CheckpointError(
+                    f"{file} is missing, or is not a regular file; load an earlier save"
+                )
+            if (found := file.stat().st_size) != size:
+                raise CheckpointError(
+                    f"{file} has {found:,} bytes, not {size:,}; load an earlier save"
+                )
         self.tensors: dict[str, Entry] = {
             name: _entry(entry) for name, entry in content["tensors"].items()
         }
@@ -341,17 +407,9 @@ def _content(path: Path) -> Any:
         )
     if whole["crc32"] != _checksum(content):
         raise CheckpointError(f"{file} is damaged; load an earlier save")
-    if not 0 <= conform(content, _CONTENT, what=str(file))["step"] <= MOST_STEPS:
+    if conform(content, _CONTENT, what=str(file))["step"] < 0:
         raise CheckpointError(f"{file}: the step is {content['step']}, not a number of steps")
     return content
-
-
-def _require_file(file: Path, name: str, size: int) -> None:
-    """Raise unless a file is there, in its size."""
-    if Path(name).name != name or not file.is_file():
-        raise CheckpointError(f"{file} is missing, or is not a regular file; load an earlier save")
-    if (found := file.stat().st_size) != size:
-        raise CheckpointError(f"{file} has {found:,} bytes, not {size:,}; load an earlier save")
 
 
 def _checksum(content: Any) -> str:

@@ -45,7 +45,7 @@ from taktline.text import counted, first_of
 from taktline.transport.codec import unpack
 
 _NO_TENSORS: dict[str, torch.Tensor] = {}
-"""The tensors inside of options and other values, which are never saved."""
+"""The tensors in options, of which there are none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,17 +282,14 @@ def joined(tables: Iterable[Mapping[str, str]], order: Iterable[str] = ()) -> di
     >>> joined([{"head": "embed"}, {"out": "head"}], ["out", "embed"])
     {'head': 'out', 'embed': 'out'}
     """
-    places = {name: place for place, name in enumerate(order)}
-    above: dict[str, str] = {}
-
-    def first(name: str) -> str:
-        while name in above:
-            name = above[name]
-        return name
-
+    groups: dict[str, set[str]] = {}
     for name, known in (pair for table in tables for pair in table.items()):
-        both = first(known), first(name)
-        one, other = sorted(both, key=lambda each: places.get(each, len(places)))
-        if one != other:
-            above[other] = one
-    return {name: first(name) for name in above}
+        both = groups.get(name, {name}) | groups.get(known, {known})
+        groups |= dict.fromkeys(both, both)
+    places = {name: place for place, name in enumerate(order)}
+
+    def place(name: str) -> tuple[int, str]:
+        return places.get(name, len(places)), name
+
+    first = {name: min(group, key=place) for name, group in groups.items()}
+    return {name: one for name, one in first.items() if name != one}

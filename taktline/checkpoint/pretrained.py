@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from taktline.checkpoint.files import TensorFile, open_file, require_writable, write
+from taktline.checkpoint import files
+from taktline.checkpoint.files import TensorFile, open_file
 from taktline.checkpoint.model_state import HeldModel, foremost, writers
-from taktline.checkpoint.saving import sync, write_text
 from taktline.checks import check, read
 from taktline.errors import CheckpointError, text_of
 from taktline.runtime.watchdog import guarded
@@ -93,7 +93,7 @@ class _Writing:
         self._path.mkdir(parents=True, exist_ok=True)
         self._held = foremost(self._model.held)
         for name, value, _ in self._held.values():
-            require_writable(local(value), name)
+            files.require_writable(local(value), name)
         return [(name, each.priority) for name, each in self._held.items()]
 
     def gather(self, writer: Mapping[str, int], most: int) -> int:
@@ -123,7 +123,7 @@ class _Writing:
         written: dict[str, tuple[str, int]] = {}
         for number, tensors in enumerate(self._files, before + 1):
             file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            write(self._path / f"{file}.new", tensors)
+            files.write(self._path / f"{file}.new", tensors)
             (self._path / f"{file}.new").rename(self._path / file)
             written |= {name: (file, tensor.nbytes) for name, tensor in tensors.items()}
         return written
@@ -138,14 +138,14 @@ class _Writing:
                 "metadata": {"total_size": sum(size for _, size in names.values())},
                 "weight_map": {name: file for name, (file, _) in names.items()},
             }
-            write_text(self._path / INDEX, json.dumps(content, indent=2))
+            files.write_text(self._path / INDEX, json.dumps(content, indent=2))
         for module in self._model.inner_modules():
             configs = [getattr(module, name, None) for name in ("config", "generation_config")]
             if hasattr(configs[0], "save_pretrained"):
                 for config in filter(None, configs):
                     config.save_pretrained(self._path)
                 break
-        sync(self._path)
+        files.sync(self._path)
 
 
 class Source(NamedTuple):

@@ -17,14 +17,12 @@ the first process looks into the folder until all parts are there.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import random
 import re
 import shutil
-import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,29 +39,28 @@ from torch.optim import Optimizer
 
 from taktline.checkpoint.files import (
     MANIFEST,
-    MOST_STEPS,
     Checkpoint,
+    lock,
     merged,
     packed,
     require_writable,
     sealed,
     shard_of,
+    sync,
+    unlock,
     write,
+    write_text,
 )
 from taktline.checkpoint.model_state import Held, HeldModel, foremost, writers
-from taktline.checks import check, refuse
-from taktline.errors import CheckpointError, TaktlineError, text_of
+from taktline.checks import check
+from taktline.errors import CheckpointError, text_of
 from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded
 from taktline.transport.distributed import Distributed
 
-LOCK = ".lock"
 _SAVE = re.compile(r"(\d{6,})-step-\d+")
 _UNFINISHED = re.compile(r"\.\d{6,}-step-\d+\.saving")
-_NOT_OPTIONS = ("params", "param_names")
-_PAUSE = 0.02
-"""Seconds between two looks into the folder."""
 _log = logging.getLogger("taktline")
 
 
@@ -81,10 +78,6 @@ class Training:
         """The state of ``data`` and of ``random`` numbers, if it is not that of now."""
         for each in self.optimizers:
             check("optimizer", each, Optimizer, "an optimizer of torch, or a list")
-        others = [("scheduler", each) for each in self.schedulers]
-        for name, one in (*others, ("scaler", scaler), ("data", data)):
-            if one is not None and not hasattr(one, "load_state_dict"):
-                refuse(name, "an object with state_dict() and load_state_dict()", one)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -156,7 +149,7 @@ def _is_whole(save: Path) -> bool:
     """Whether a save has a manifest, and all files that it names."""
     try:
         Checkpoint(save)
-    except (TaktlineError, OSError):
+    except Exception:  # whatever is wrong in it
         return False
     return True
 
@@ -164,52 +157,6 @@ def _is_whole(save: Path) -> bool:
 def is_save(folder: Path) -> bool:
     """Whether a folder is a save, or has the name of one."""
     return (folder / MANIFEST).exists() or _SAVE.fullmatch(folder.name) is not None
-
-
-def lock(folder: Path) -> TextIO:
-    """Lock a folder until the file is closed; raises if another job has locked it.
-
-    The first process of a job holds the lock (``flock``) while a save is written, so it ends with
-    that process, whatever ends it. The file says who holds it.
-    """
-    file = open(folder / LOCK, "a+", errors="replace")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read(500) or "a process that has begun just now"
-        file.close()
-        raise CheckpointError(
-            f"another job is saving to {folder}: {holder}; use a folder of its own for each job, "
-            "or end one of them"
-        ) from None
-    except OSError as error:  # of a file system without locks
-        _log.warning("%s cannot be locked: %s", folder, error.strerror)
-        return file
-    with suppress(OSError):  # the disk may be full
-        file.truncate(0)
-        since = time.strftime("%F %T %z")
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
-        file.flush()
-    return file
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it appears whole or not at all, and flush it to disk."""
-    new = path.with_name(f"{path.name}.new")
-    with open(new, "wb", buffering=0) as file:
-        file.write(text.encode())
-        os.fsync(file.fileno())
-    new.rename(path)
-
-
-def sync(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -260,7 +207,7 @@ def describe(
             "options": {
                 key: _without_tensors(value, f"{prefix}.{key}")
                 for key, value in group.items()
-                if key not in _NOT_OPTIONS
+                if key not in ("params", "param_names")
             },
         }
         for group in plain["param_groups"]
@@ -411,9 +358,7 @@ class Saving:
         if self._lock is not None:
             if self.unfinished.name:
                 shutil.rmtree(self.unfinished, ignore_errors=True)
-            with suppress(OSError):  # of a file system without locks
-                fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may have it open, too
-            self._lock.close()
+            unlock(self._lock)
             self._lock = None
 
     def run(self) -> None:
@@ -439,7 +384,7 @@ class Saving:
             for transport in self.processes.transports:
                 if isinstance(transport, Distributed) and transport.verdict is not None:
                     raise CheckpointError(f"the connection was lost before {self.final}")
-            time.sleep(_PAUSE)
+            time.sleep(0.02)
         self.finish()
 
 
@@ -486,7 +431,7 @@ def save(
     if keep is not None:
         check("keep", keep, int, least=1)
     step = 0 if model.schedule is None else model.schedule.steps
-    step = check("steps", step, int, least=0, most=MOST_STEPS)
+    step = check("steps", step, int, least=0)
     processes = model.processes
     # The program may change its folder while this is written.
     saving = Saving(model, folder.resolve(), step, keep)

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from taktline.checkpoint import latest, saving
-from taktline.checkpoint.saving import LOCK
+from taktline.checkpoint import files, latest, saving
+from taktline.checkpoint.files import LOCK
 from taktline.errors import CheckpointError
 from tests.checkpoint.training import Training, mesh_of, pipeline
 from tests.workers import Workers
@@ -168,7 +168,7 @@ def test_what_fails_on_one_rank(workers: Workers, tmp_path: Path, what: str) -> 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from taktline.checkpoint.saving import lock
+from taktline.checkpoint.files import lock
 held = lock(Path(sys.argv[1]))
 Path(sys.argv[1], ".000002-step-7.saving").mkdir()
 print("holds", flush=True)
@@ -211,7 +211,7 @@ def test_a_file_system_without_locks(
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(saving.fcntl, "flock", flock)
+    monkeypatch.setattr(files.fcntl, "flock", flock)
     saved = Training(pipeline(2, ranks=2)).save(tmp_path)
     assert saved.is_dir()
     assert "cannot be locked: No locks available" in caplog.text

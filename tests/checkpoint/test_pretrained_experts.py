@@ -11,7 +11,7 @@ import torch
 
 import taktline as tl
 from taktline.checkpoint import pretrained
-from taktline.checkpoint.files import TensorFile
+from taktline.checkpoint.files import TensorFile, write
 from taktline.checkpoint.model_state import HeldModel, ModelState, state_of
 from taktline.checkpoint.pretrained import PretrainedFiles, conversions_of
 from taktline.errors import CheckpointError, PartitionError, StateError
@@ -129,7 +129,7 @@ def test_experts_that_do_not_fit_together(tmp_path: Path) -> None:
     files = {name: value.clone() for name, value in stored(tmp_path).items()}
     odd = "model.layers.0.mlp.experts.2.down_proj.weight"
     changed = {name: torch.ones(2, 2) if name == odd else each for name, each in files.items()}
-    pretrained.write(tmp_path / "model.safetensors", changed)
+    write(tmp_path / "model.safetensors", changed)
     with pytest.raises(CheckpointError, match=r"experts\.down_proj cannot be made from .*stack"):
         tl.Pipeline.from_pretrained(tmp_path, microbatches=2)
 

@@ -16,51 +16,25 @@ pytestmark = pytest.mark.processes
 VOCABULARY, WIDTH, LAYERS, CHUNKS = 32, 16, 4, 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        value = self.norm(x)
-        mixed, _ = self.attention(value, value, value, need_weights=False)
-        return x + self.linear(torch.tanh(mixed))
-
-
 class Transformer(nn.Module):
-    """A model whose forward skips what was cut off."""
+    """A model whose forward skips what was cut off: what another stage has."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: range = range(LAYERS)) -> None:
         super().__init__()
-        self.tok_embeddings: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleDict({str(number): Block() for number in range(LAYERS)})
-        self.norm: nn.Module | None = nn.LayerNorm(WIDTH)
-        self.output: nn.Module | None = nn.Linear(WIDTH, VOCABULARY)
+        torch.manual_seed(0)
+        embeddings, output = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        layers = [
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)
+        ]
+        self.tok_embeddings = embeddings if 0 in keep else None
+        self.layers = nn.ModuleDict({str(number): layers[number] for number in keep})
+        self.output = output if LAYERS - 1 in keep else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens) if self.tok_embeddings else tokens
         for layer in self.layers.values():
-            h = layer(h)
-        h = self.norm(h) if self.norm else h
+            h = torch.tanh(layer(h))
         return self.output(h) if self.output else h
-
-
-def make_model() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer()
-
-
-def cut(model: Transformer, keep: range) -> Transformer:
-    """Cut by hand: what another stage has is removed."""
-    if 0 not in keep:
-        model.tok_embeddings = None
-    if LAYERS - 1 not in keep:
-        model.norm = model.output = None
-    for number in set(range(LAYERS)) - set(keep):
-        del model.layers[str(number)]
-    return model
 
 
 def make_batch() -> tuple[Tensor, Tensor]:
@@ -75,7 +49,7 @@ def tokenwise_loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def check(modules: list[nn.Module]) -> None:
     """Compare the gradients with those of the whole model."""
-    model, (x, y) = make_model(), make_batch()
+    model, (x, y) = Transformer(), make_batch()
     tokenwise_loss_fn(model(x), y).backward()
     expected = dict(model.named_parameters())
     for module in modules:
@@ -88,7 +62,7 @@ def _by_hand(rank: int, group: dist.ProcessGroup) -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     half = LAYERS // 2
-    model = cut(make_model(), range(rank * half, (rank + 1) * half))
+    model = Transformer(range(rank * half, (rank + 1) * half))
     stage = PipelineStage(model, rank, 2, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, n_microbatches=CHUNKS, loss_fn=tokenwise_loss_fn)
     x, y = make_batch()
@@ -97,7 +71,7 @@ def _by_hand(rank: int, group: dist.ProcessGroup) -> None:
         assert schedule.step(x) is None
     else:
         output = schedule.step(target=y, losses=losses)
-        torch.testing.assert_close(output, make_model()(x))
+        torch.testing.assert_close(output, Transformer()(x))
         assert len(losses) == CHUNKS
     check([model])
 
@@ -108,7 +82,7 @@ def _traced(rank: int, group: dist.ProcessGroup) -> None:
 
     x, y = make_batch()
     pipe = pipeline(
-        module=make_model(),
+        module=Transformer(),
         mb_args=(x.chunk(CHUNKS)[0],),
         split_spec={"layers.2": SplitPoint.BEGINNING},
     )
@@ -118,7 +92,7 @@ def _traced(rank: int, group: dist.ProcessGroup) -> None:
     if rank == 0:
         schedule.step(x)
     else:
-        torch.testing.assert_close(schedule.step(target=y), make_model()(x))
+        torch.testing.assert_close(schedule.step(target=y), Transformer()(x))
     check([stage.submod])
     # A stage whose method somebody wraps goes call by call, traced or not.
     pipe.get_stage_module(rank).zero_grad()
