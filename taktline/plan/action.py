@@ -76,18 +76,15 @@ class Action:
 
     def __post_init__(self) -> None:
         check("kind", self.kind, Kind, error=PlanError)
-        self._require_number("stage", self.stage)
-        if self.microbatch is not None:
-            self._require_number("microbatch", self.microbatch)
         if self.kind.has_microbatch != (self.microbatch is not None):
             needs = "needs a" if self.kind.has_microbatch else "takes no"
-            raise PlanError(f"{self.kind.name} {needs} micro-batch: {self}")
-
-    def _require_number(self, name: str, number: int) -> None:
-        # The full check is slow, and plans may have millions of actions.
-        if type(number) is not int or not 0 <= number <= LARGEST:
-            number = check(name, number, int, least=0, most=LARGEST, error=PlanError)
-            object.__setattr__(self, name, number)
+            raise PlanError(f"{self.kind.name} {needs} micro-batch")
+        for name in ("stage", "microbatch") if self.kind.has_microbatch else ("stage",):
+            number = getattr(self, name)
+            # The full check is slow, and plans may have millions of actions.
+            if type(number) is not int or not 0 <= number <= LARGEST:
+                number = check(name, number, int, least=0, most=LARGEST, error=PlanError)
+                object.__setattr__(self, name, number)
 
     def __str__(self) -> str:
         number = "" if self.microbatch is None else self.microbatch
@@ -109,8 +106,8 @@ class Overlap:
     backward: Action
 
     def __post_init__(self) -> None:
-        check("forward", self.forward, Action, "an Action", error=PlanError)
-        check("backward", self.backward, Action, "an Action", error=PlanError)
+        check("forward", self.forward, Action, error=PlanError)
+        check("backward", self.backward, Action, error=PlanError)
         if self.forward.kind is not Kind.F or self.backward.kind not in (Kind.B, Kind.I):
             raise PlanError(f"an overlap joins an F and a B or I, in this order: {self}")
 
@@ -122,10 +119,9 @@ class Overlap:
 
 
 # No leading zeros and no digits of other scripts: one text for each action.
-_NUMBER = r"0|[1-9][0-9]*"
-_ACTION = re.compile(
-    rf"({_NUMBER})?({'|'.join(sorted(Kind.__members__, key=len, reverse=True))})?({_NUMBER})?"
-)
+_NUMBER = r"0|[1-9][0-9]{0,17}"
+_KIND = "|".join(sorted(Kind.__members__, key=len, reverse=True))
+_ACTION = re.compile(rf"({_NUMBER})?({_KIND})?({_NUMBER})?")
 
 
 def parse(text: str) -> Action | Overlap:
@@ -143,19 +139,17 @@ def parse(text: str) -> Action | Overlap:
     """
     check("text", text, str)
     if text.startswith("("):
-        forward, at = _parse_at(text, 1, {Kind.F})
-        at = _expect(text, at, ";")
-        backward, at = _parse_at(text, at, {Kind.B, Kind.I})
-        at = _expect(text, at, ")OVERLAP_F_B")
-        action = Overlap(forward, backward)
+        forward, at = _read(text, 1, [Kind.F])
+        backward, at = _read(text, _skip(text, at, ";"), [Kind.B, Kind.I])
+        action, at = Overlap(forward, backward), _skip(text, at, ")OVERLAP_F_B")
     else:
-        action, at = _parse_at(text, 0)
+        action, at = _read(text, 0, list(Kind))
     if at != len(text):
         raise ActionSyntaxError(text, at, "the end")
     return action
 
 
-def _parse_at(text: str, at: int, allowed: set[Kind] | None = None) -> tuple[Action, int]:
+def _read(text: str, at: int, allowed: list[Kind]) -> tuple[Action, int]:
     """Read one plain action from character ``at`` on; also return where it ends."""
     match = _ACTION.match(text, at)
     assert match is not None  # all its parts are optional
@@ -163,22 +157,18 @@ def _parse_at(text: str, at: int, allowed: set[Kind] | None = None) -> tuple[Act
     if stage is None:
         raise ActionSyntaxError(text, at, "a stage number")
     kind = Kind[name] if name else None
-    if kind is None or (allowed and kind not in allowed):
-        names = [kind.name for kind in sorted(allowed or Kind)]
-        raise ActionSyntaxError(text, match.end(1), "one of " + ", ".join(names))
-    if kind.has_microbatch and number is None:
-        raise ActionSyntaxError(text, match.end(2), "a micro-batch number")
-    for group in (1, 3):
-        if len(match[group] or "") > 18:
-            raise ActionSyntaxError(text, match.start(group), "a number of at most 18 digits")
+    if kind is None or kind not in allowed:
+        names = ", ".join(kind.name for kind in allowed)
+        raise ActionSyntaxError(text, match.end(1), f"one of {names}")
     if not kind.has_microbatch:
         return Action(int(stage), kind), match.end(2)
+    if number is None:
+        raise ActionSyntaxError(text, match.end(2), "a micro-batch number")
     return Action(int(stage), kind, int(number)), match.end()
 
 
-def _expect(text: str, at: int, literal: str) -> int:
+def _skip(text: str, at: int, literal: str) -> int:
     """Where a literal ends that must begin at character ``at``."""
-    for offset, character in enumerate(literal):
-        if text[at + offset : at + offset + 1] != character:
-            raise ActionSyntaxError(text, at + offset, f"{literal[offset:]!r}")
+    if not text.startswith(literal, at):
+        raise ActionSyntaxError(text, at, repr(literal))
     return at + len(literal)

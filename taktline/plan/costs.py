@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from taktline.checks import check, check_one_of, known_keywords, refuse, shown
+from taktline.checks import check, check_one_of, known_keywords, refuse
 from taktline.errors import CostError
 from taktline.plan.action import Kind
 from taktline.plan.deps import needs
 from taktline.plan.plan import MOST_STAGES, Plan
-from taktline.plan.rows import FloatArray, IntArray, as_numbers, known_medians
+from taktline.plan.rows import FloatArray, as_numbers, known_medians
+
+if TYPE_CHECKING:
+    from taktline.plan.timeline import Timeline
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
@@ -42,21 +45,6 @@ class Link:
             object.__setattr__(self, name, number)
         if not self.bandwidth:
             raise CostError(f"bandwidth must be more than 0, not {self.bandwidth}")
-
-
-class Times(Protocol):
-    """When the actions of a plan ran: what a :class:`Timeline` has."""
-
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def costs(self) -> Costs: ...
-    @property
-    def start(self) -> FloatArray: ...
-    @property
-    def end(self) -> FloatArray: ...
-    @property
-    def arrivals(self) -> FloatArray: ...
 
 
 @known_keywords
@@ -151,26 +139,20 @@ class Costs:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
         """The reverse of :meth:`to_dict`."""
-        known = sorted(field.name for field in fields(cls))
         check("values", values, Mapping, "a dict", error=CostError)
-        if unknown := [name for name in values if name not in known]:
-            raise CostError(f"there is no cost {shown(unknown[0])}; known are {known}")
         try:
             given: dict[str, Any] = {**values, "link": Link(**values.get("link", {}))}
             return cls(**given)
         except TypeError as error:
-            raise CostError(f"costs cannot be read: {error}") from None
+            raise CostError(str(error)) from None
 
     @classmethod
-    def from_timeline(cls, timeline: Times, *others: Times) -> Costs:
+    def from_timeline(cls, timeline: Timeline, *others: Timeline) -> Costs:
         """The costs that a timeline shows; of several timelines, the median.
 
         The cost of a stage is the mean over its micro-batches, so that the sum is the time that its
-        rank spent on them. Of several timelines it is the median, so that a disturbed step does not
-        count.
-
-        An action costs the time from when it could have begun, its rank being free and its inputs
-        there, until its end. That includes the time that a rank spends on messages in between::
+        rank spent on them. An action costs the time from when it could have begun, its rank being
+        free and its inputs there, until its end; so it includes messages in between::
 
             rank 0 │ 0F0─── SEND  0F1───
                    │       └──────────── cost of 0F1
@@ -188,35 +170,33 @@ class Costs:
         for each in timelines:
             if not isinstance(getattr(each, "costs", None), Costs):
                 refuse("timeline", "a Timeline", each)
-        stages, first = timeline.plan.stages, timeline.costs
-        if any((t.plan.stages, t.costs.unit) != (stages, first.unit) for t in others):
+        known = timeline.costs
+        if len({(each.plan.stages, each.costs.unit) for each in timelines}) > 1:
             raise CostError(
                 "costs need timelines of one model, with equal numbers of stages, in one unit"
             )
         means = np.stack([_means(each) for each in timelines])
         medians: list[FloatArray] = list(known_medians(means, axis=0))
-        forward, full, split_input, split_weight, pair = medians
+        forward, full, inputs, weights, pair = medians
         forward = _filled(forward, pair / 3)
         with np.errstate(invalid="ignore"):  # both halves may take no time
-            shares: FloatArray = split_input / (split_input + split_weight)
-        share = _filled(shares, np.full(stages, 0.5))
-        split_input = _filled(np.where(np.isnan(split_input), share * full, split_input), forward)
-        left: FloatArray = (1 - share) * full
-        split_weight = _filled(np.where(np.isnan(split_weight), left, split_weight), forward)
-        backward = np.where(np.isnan(full), split_input + split_weight, full)
+            shares: FloatArray = inputs / (inputs + weights)
+        share = _filled(shares, np.full(len(forward), 0.5))
+        inputs = _filled(np.where(np.isnan(inputs), share * full, inputs), forward)
+        rest: FloatArray = (1 - share) * full
+        weights = _filled(np.where(np.isnan(weights), rest, weights), forward)
+        backward = np.where(np.isnan(full), inputs + weights, full)
         overlap = np.where(np.isnan(pair), forward + backward, pair)
         flights = [flight.mean() for each in timelines if len(flight := _flights(each))]
-        return cls(
+        return replace(
+            known,
             forward=tuple(forward),
-            backward_input=tuple(split_input),
-            backward_weight=tuple(split_weight),
+            backward_input=tuple(inputs),
+            backward_weight=tuple(weights),
             backward=None if np.isnan(full).all() else tuple(backward),
             overlap=None if np.isnan(pair).all() else tuple(overlap),
             link=Link(latency=max(0.0, float(np.median(flights))) if flights else 0.0),
-            comm_blocks=first.comm_blocks,
-            activation=first.activation,
-            kept_for_weight=first.kept_for_weight,
-            unit=first.unit,
+            message_bytes=0.0,
         )
 
 
@@ -233,58 +213,49 @@ _BY_DEFAULT = {
     "kept_for_weight": ("activation",),
 }
 """Those that are the sum of others where they are None."""
-_PAIR = -1
-"""Beside the kinds of actions: an overlapped pair, by its forward's stage."""
 
 
 def _changed(costs: Link | Costs) -> dict[str, Any]:
     """The fields that differ from their defaults."""
-    values = {field.name: getattr(costs, field.name) for field in fields(costs)}
-    return {f.name: values[f.name] for f in fields(costs) if values[f.name] != f.default}
+    values = [(field, getattr(costs, field.name)) for field in fields(costs)]
+    return {field.name: value for field, value in values if value != field.default}
 
 
-def _means(times: Times) -> FloatArray:
-    """A row each for F, B, I, W and pairs, with the mean of each stage, or nan."""
-    kind, stage, cost = _actions(times)
-    table = np.full((5, times.plan.stages), np.nan)
-    for row, which in enumerate((Kind.F, Kind.B, Kind.I, Kind.W, _PAIR)):
-        for at in np.unique(stage[kind == which]).tolist():
-            table[row, at] = cost[(kind == which) & (stage == at)].mean()
-    return table
-
-
-def _actions(times: Times) -> tuple[IntArray, IntArray, FloatArray]:
-    """The kind, stage and cost of each action that computes."""
-    rows, rank = times.plan.rows, times.plan.rank_of_rows()
+def _means(timeline: Timeline) -> FloatArray:
+    """A row each for F, B, I, W and pairs, with the mean cost at each stage, or nan."""
+    plan, rows, rank = timeline.plan, timeline.plan.rows, timeline.plan.rank_of_rows()
     at = np.flatnonzero((rows.kind <= Kind.W) & ~rows.second_of_pair())
     before = np.concatenate([at[:1], at[:-1]])
-    if times.costs.comm_blocks:
+    if timeline.costs.comm_blocks:
         before = np.maximum(at - 1, 0)  # a send has its own time
     alone = (rank[before] != rank[at]) | (before == at)
-    ready = np.where(alone, times.start[at], times.end[before])
-    waits = needs(times.plan).waits
+    ready = np.where(alone, timeline.start[at], timeline.end[before])
+    waits = needs(plan).waits
     for half in (at, at + rows.joined[at]):
         source = waits[half]
-        ready = np.where(source >= 0, np.maximum(ready, times.arrivals[source]), ready)
+        ready = np.where(source >= 0, np.maximum(ready, timeline.arrivals[source]), ready)
     # Clocks differ a little, so a message may seem to arrive after its receiver has started.
-    cost = times.end[at] - np.minimum(ready, times.start[at])
-    return np.where(rows.joined[at], _PAIR, rows.kind[at]), rows.stage[at], cost
+    cost = timeline.end[at] - np.minimum(ready, timeline.start[at])
+    place = np.where(rows.joined[at], 4, rows.kind[at]) * plan.stages + rows.stage[at]
+    total, count = (np.bincount(place, w, minlength=5 * plan.stages) for w in (cost, None))
+    with np.errstate(invalid="ignore"):
+        return (total / count).reshape(5, plan.stages)
 
 
-def _flights(times: Times) -> FloatArray:
+def _flights(timeline: Timeline) -> FloatArray:
     """How long each message took: from when it could leave until it was there."""
-    waits = needs(times.plan).waits
+    waits = needs(timeline.plan).waits
     sends = waits[waits >= 0]
     # A send may come long after its action: behind the other half of a pair, for one.
-    spelled_out = times.plan.rows.kind[sends] > Kind.W
-    leaves = np.where(spelled_out, times.start[sends], times.end[sends])
-    return times.arrivals[sends] - leaves
+    spelled_out = timeline.plan.rows.kind[sends] > Kind.W
+    leaves = np.where(spelled_out, timeline.start[sends], timeline.end[sends])
+    return timeline.arrivals[sends] - leaves
 
 
-def _filled(values: FloatArray, otherwise: FloatArray) -> FloatArray:
-    """With the median of the other stages where one is unknown, or else something else."""
-    known = values[~np.isnan(values)]
-    if len(known):
-        return np.where(np.isnan(values), np.median(known), values)
-    known = otherwise[~np.isnan(otherwise)]
-    return np.where(np.isnan(otherwise), np.median(known) if len(known) else 0.0, otherwise)
+def _filled(*choices: FloatArray) -> FloatArray:
+    """The first of these with any numbers; what it does not know is the median of the rest."""
+    for values in choices:
+        unknown = np.isnan(values)
+        if not unknown.all():
+            return np.where(unknown, np.median(values[~unknown]), values)
+    return np.zeros_like(choices[0])

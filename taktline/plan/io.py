@@ -22,17 +22,24 @@ from typing import Any, cast
 import numpy as np
 
 from taktline.checks import Either, check, conform, loads, shown
-from taktline.errors import ActionSyntaxError, CostError, JsonError, PlanError, PlanFileError
+from taktline.errors import (
+    ActionSyntaxError,
+    ArgumentError,
+    CostError,
+    JsonError,
+    PlanError,
+    PlanFileError,
+)
 from taktline.plan.action import Action, Overlap, parse
 from taktline.plan.costs import Costs
-from taktline.plan.plan import MOST_RANKS, Level, Placement, Plan
+from taktline.plan.plan import Level, Placement, Plan
 from taktline.plan.timeline import Timeline
 
 _FORMAT, _TIMELINE_FORMAT, _VERSION = "taktline-plan", "taktline-timeline", 1
-_COLUMN = [[float]]
+_COLUMNS = ("start", "end", "arrival")
 _FIELDS = {
     **{"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str},
-    **{"start": _COLUMN, "end": _COLUMN, "arrival": Either(None, _COLUMN), "measured": bool},
+    **{"start": [[float]], "end": [[float]], "arrival": Either(None, [[float]]), "measured": bool},
     "costs": Either(None, {str: object}),
 }
 _BY_DEFAULT: dict[str, Any] = {"start": [], "end": [], "measured": False}
@@ -89,9 +96,9 @@ def write_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     33.0
     """
     plan = check("timeline", timeline, Timeline).plan
-    path = _path(path, "a timeline", ".json")
+    path = _path(path, ".json")
     more: dict[str, Any] = {"format": _TIMELINE_FORMAT, "measured": timeline.measured}
-    for name in ("start", "end", "arrival"):
+    for name in _COLUMNS:
         if (column := getattr(timeline, name)) is not None:
             more[name] = [part.tolist() for part in np.split(column, plan.offsets[1:-1])]
     write_text(path, to_json(plan, timeline.costs, more))
@@ -104,26 +111,20 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     Traceback (most recent call last):
     taktline.errors.PlanFileError: no-such-timeline.json: cannot be read: No such file or directory
     """
-    path = _path(path, "a timeline", ".json")
+    path = _path(path, ".json")
     data = _fields(_read_text(path), path)
     if data["format"] != _TIMELINE_FORMAT:
         raise PlanFileError(path, "holds a plan and no times; taktline.plan.read reads it")
-    plan, columns = _plan(data, path), dict[str, Any]()
-    for name in ("start", "end", "arrival"):
-        if name == "arrival" and data[name] is None:
-            continue
-        parts = data[name]
-        if [len(part) for part in parts] != np.diff(plan.offsets).tolist():
+    plan, costs, columns = _plan(data, path), _costs(data, path), dict[str, Any]()
+    for name in ("start", "end") if data["arrival"] is None else _COLUMNS:
+        if [len(part) for part in data[name]] != np.diff(plan.offsets).tolist():
             raise PlanFileError(path, f"{name} must have a number for each action of each rank")
-        try:
-            columns[name] = np.array([number for part in parts for number in part], np.float64)
-        except OverflowError:
-            raise PlanFileError(path, f"{name} holds a number that is too large") from None
-    if (columns["end"] < columns["start"]).any():
-        raise PlanFileError(path, "an action ends before it starts")
-    costs = _costs(data, path) or Costs()
+        columns[name] = [number for part in data[name] for number in part]
     with _errors_of(path):
-        return Timeline(plan, costs=costs, measured=data["measured"], **columns)
+        timeline = Timeline(plan, costs=costs or Costs(), measured=data["measured"], **columns)
+    if (timeline.end < timeline.start).any():
+        raise PlanFileError(path, "an action ends before it starts")
+    return timeline
 
 
 def is_timeline(path: str | os.PathLike[str]) -> bool:
@@ -146,17 +147,12 @@ def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     reader = csv.reader(io.StringIO(text), strict=True)
     ranks: list[list[Action | Overlap]] = []
     try:
-        for row in reader:
-            if len(ranks) == MOST_RANKS:
-                raise PlanFileError(path, f"a plan has at most {MOST_RANKS:,} ranks")
-            cells = ("" if _WAIT.fullmatch(cell.strip()) else cell for cell in row)
-            ranks.append(list(_actions(cells, path, len(ranks) + 1)))
+        for number, row in enumerate(reader, start=1):
+            ranks.append(list(_actions(row, path, number)))
     except csv.Error as error:
         raise PlanFileError(path, f"not CSV: {error}", row=reader.line_num) from None
     while ranks and not ranks[-1]:
         ranks.pop()
-    if not ranks:
-        raise PlanFileError(path, "is empty: expected a row of actions for each rank")
     # A file's name may hold bytes that are not a text.
     name = os.fsencode(path.stem).decode("utf-8", "replace")
     with _errors_of(path):
@@ -196,16 +192,15 @@ def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
 
 
 def _plan(data: dict[str, Any], path: Path) -> Plan:
-    rows, level = data["ranks"], data["level"]
-    if level not in _LEVELS:
-        raise PlanFileError(path, f"level is one of {', '.join(_LEVELS)}, not {shown(level)}")
-    if len(rows) > MOST_RANKS:
-        raise PlanFileError(path, f"a plan has at most {MOST_RANKS:,} ranks, not {len(rows):,}")
-    ranks = [list(_actions(row, path, rank)) for rank, row in enumerate(rows, start=1)]
+    if data["level"] not in _LEVELS:
+        known = ", ".join(_LEVELS)
+        raise PlanFileError(path, f"level is one of {known}, not {shown(data['level'])}")
+    rows = enumerate(data["ranks"], start=1)
+    ranks = [list(_actions(cells, path, row)) for row, cells in rows]
     with _errors_of(path):
-        placement = Placement.custom(data["placement"], len(ranks))
+        placement, level = Placement.custom(data["placement"], len(ranks)), _LEVELS[data["level"]]
         number, name = data["microbatches"], data["origin"]
-        return Plan.from_actions(ranks, placement, number, level=_LEVELS[level], name=name)
+        return Plan.from_actions(ranks, placement, number, level=level, name=name)
 
 
 def _costs(data: dict[str, Any], path: Path) -> Costs | None:
@@ -230,10 +225,10 @@ def _fields(text: str, path: Path) -> dict[str, Any]:
 
 
 def _actions(cells: Iterable[str], path: Path, row: int) -> Iterator[Action | Overlap]:
-    for column, cell in enumerate(cells, start=1):
-        if text := cell.strip():
+    for column, cell in enumerate(map(str.strip, cells), start=1):
+        if cell and not _WAIT.fullmatch(cell):
             try:
-                yield parse(text)
+                yield parse(cell)
             except (ActionSyntaxError, PlanError) as error:
                 raise PlanFileError(path, str(error), row=row, column=column) from None
 
@@ -245,15 +240,14 @@ def _errors_of(path: Path, prefix: str = "") -> Generator[None]:
         yield
     except JsonError as error:
         raise PlanFileError(path, error.reason, row=error.row, column=error.column) from None
-    except (PlanError, CostError) as error:
+    except (ArgumentError, CostError, PlanError) as error:
         raise PlanFileError(path, f"{prefix}{error}") from None
 
 
-def _path(path: object, what: str = "a plan", *endings: str) -> Path:
+def _path(path: object, *endings: str) -> Path:
     path, endings = check("path", path, Path), endings or (".csv", ".json")
     if path.suffix.lower() not in endings:
-        listed = " or ".join(endings)
-        raise PlanFileError(path, f"{what}'s file ends in {listed}, not {path.suffix!r}")
+        raise PlanFileError(path, f"ends in {' or '.join(endings)}, not in {path.suffix!r}")
     return path
 
 

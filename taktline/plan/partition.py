@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from numbers import Integral
-from typing import Any
+from operator import sub
 
 from taktline.checks import check, check_list, known_keywords
 from taktline.errors import CostError, PartitionError
-from taktline.plan.action import LARGEST
 from taktline.text import counted, table
 
 
@@ -101,47 +101,54 @@ def balance(
     >>> balance([1] * 7, 4, memory=[8] * 7, limits=[8, 24, 24, 8]).sizes
     (1, 2, 3, 1)
     """
-    sizes, unit = _exact("costs", costs)
-    layers, stages = len(sizes), _stages(stages, len(sizes))
+    sizes = _exact("costs", costs, "layer")
+    layers = len(sizes)
+    asked = f"the number of stages for {counted(layers, 'layer')}"
+    stages = check(asked, stages, int, least=1, most=layers, error=PartitionError)
     if memory is None and limits is not None:
         raise PartitionError("limits need the memory of each layer")
-    needs, memory_unit = _exact("memory", [0] * layers if memory is None else memory)
-    if len(needs) != layers:
-        raise PartitionError(
-            f"memory is for {counted(len(needs), 'layer')}, costs are for "
-            f"{counted(layers, 'layer')}"
-        )
-    most = [limit * memory_unit for limit in _limits(limits, stages)]
-    costs_to, needs_to = (list(accumulate(each, initial=0)) for each in (sizes, needs))
+    needs = _exact("memory", [0] * layers if memory is None else memory, "layer", layers)
+    if not isinstance(limits, Iterable):
+        limits = [math.inf if limits is None else limits] * stages
+    room = _exact("limits", limits, "stage", stages, largest=sum(needs, Fraction()))
+    # Whole multiples of a unit are exact, and faster than fractions.
+    (costs_to,) = _in_whole_units([accumulate(sizes, initial=Fraction())])
+    needs_to, holds = _in_whole_units([accumulate(needs, initial=Fraction()), room])
 
-    def within(cap: int) -> Callable[[int, int], int]:
+    def within(largest: int) -> Callable[[int, int], int]:
         return lambda stage, end: max(
-            bisect_left(needs_to, needs_to[end] - most[stage]),
-            bisect_left(costs_to, costs_to[end] - cap),
+            bisect_left(needs_to, needs_to[end] - holds[stage]),
+            bisect_left(costs_to, costs_to[end] - largest),
         )
 
-    # Without limits there is a cut within the first cap, which spares most of the work.
-    for cap in (costs_to[-1] // stages + max(sizes), costs_to[-1]):
-        rough = _cheapest(costs_to, stages, within(cap), lambda _, before, cost: max(before, cost))
-        if rough is not None:
-            break
-    else:
-        raise _too_much(needs_to, most, memory_unit)
+    # Without limits there is a cut within the lower number, which spares most of the work.
+    most = (
+        costs_to[-1]
+        if memory is not None
+        else costs_to[-1] // stages + max(map(sub, costs_to[1:], costs_to))
+    )
+    rough = _cheapest(costs_to, stages, within(most), lambda _, before, cost: max(before, cost))
+    if rough is None:
+        # Raising every limit by what the worst stage of this cut lacks lets it through.
+        bounds = _cheapest(
+            needs_to,
+            stages,
+            lambda stage, end: 0,
+            lambda stage, before, need: max(before, need - holds[stage]),
+        )
+        raise _too_much(needs, room, bounds or ())
     largest = max(costs_to[end] - costs_to[start] for start, end in pairwise(rough))
     bounds = _cheapest(costs_to, stages, within(largest), lambda _, before, cost: before + cost**2)
     assert bounds is not None  # the rough cut is one
-    return Partition(
-        bounds=bounds,
-        stage_costs=_totals(costs_to, unit, bounds),
-        stage_memory=None if memory is None else _totals(needs_to, memory_unit, bounds),
-    )
+    stage_memory = None if memory is None else _sums(needs, bounds)
+    return Partition(bounds=bounds, stage_costs=_sums(sizes, bounds), stage_memory=stage_memory)
 
 
 def _cheapest(
-    costs_to: Sequence[Any],
+    sums: Sequence[int],
     stages: int,
     first_start: Callable[[int, int], int],
-    join: Callable[[int, Any, Any], Any],
+    join: Callable[[int, float, int], float],
 ) -> tuple[int, ...] | None:
     """The bounds of the cheapest cut, by dynamic programming; None if there is no cut.
 
@@ -149,18 +156,18 @@ def _cheapest(
     stage to what the ones before cost, which never makes it cheaper. In a draw, the last stage has
     the most layers, then the one before it, and so on.
     """
-    layers = len(costs_to) - 1
-    best, picks = {0: 0}, list[dict[int, int]]()
+    layers = len(sums) - 1
+    best: dict[int, float] = {0: 0}
+    picks: list[dict[int, int]] = []
     for stage in range(stages):
-        starts, found, pick = list(best), dict[int, Any](), dict[int, int]()
+        found, pick = dict[int, float](), dict[int, int]()
         for end in range(stage + 1, layers - stages + stage + 2):
             least = math.inf
-            first, last = first_start(stage, end), bisect_left(starts, end)
-            for start in reversed(starts[bisect_left(starts, first) : last]):
-                cost = costs_to[end] - costs_to[start]
-                if join(stage, 0, cost) > least:
+            for start in range(end - 1, max(stage, first_start(stage, end)) - 1, -1):
+                size = sums[end] - sums[start]
+                if join(stage, 0, size) > least:
                     break  # and so is every longer stage
-                if (joined := join(stage, best[start], cost)) <= least:
+                if start in best and (joined := join(stage, best[start], size)) <= least:
                     least = found[end] = joined
                     pick[end] = start
         best = found
@@ -173,81 +180,60 @@ def _cheapest(
     return tuple(reversed(bounds))
 
 
-def _exact(name: str, values: Iterable[float]) -> tuple[list[int], int]:
-    """Numbers as whole multiples of 1/unit, so that sums are exact; and the unit."""
-    given = check_list(name, values, takes="a list of numbers, one for each layer", error=CostError)
-    numbers = [_number(f"{name} of layer {layer}", value) for layer, value in enumerate(given)]
-    try:
-        float(sum(numbers))
-    except OverflowError:
-        raise CostError(f"{name}: the sum of all layers is too large for a float") from None
-    unit = math.lcm(*(number.denominator for number in numbers))
-    return [int(number * unit) for number in numbers], unit
-
-
-def _number(what: str, value: Any) -> Fraction:
-    """A number as an exact fraction; raises unless it is finite and from 0 up."""
-    number = check(what, value, float, least=0, error=CostError)
-    return Fraction(int(value) if isinstance(value, Integral) else number)
-
-
-def _stages(stages: int, layers: int) -> int:
-    """The number of stages, if the layers can be cut into so many."""
-    stages = check("stages", stages, int, least=1, error=PartitionError)
-    if stages > layers:
+def _exact(
+    name: str,
+    values: Iterable[float],
+    noun: str,
+    count: int | None = None,
+    largest: Fraction | None = None,
+) -> list[Fraction]:
+    """Numbers from 0 up, one for each layer or stage; infinite ones, if allowed, as ``largest``."""
+    takes = f"a list of numbers, one for each {noun}"
+    given = check_list(name, values, takes=takes, error=CostError)
+    if count is not None and len(given) != count:
         raise PartitionError(
-            f"{counted(layers, 'layer')} cannot be cut into "
-            f"{counted(stages, 'stage') if stages <= LARGEST else 'so many stages'}: each stage "
-            f"needs at least one layer{f', so use at most {layers}' if layers else ''}"
+            f"{name} must have a number for each of {counted(count, noun)}, not {len(given)}"
         )
-    return stages
+    numbers: list[Fraction] = []
+    for at, value in enumerate(given):
+        if largest is not None and isinstance(value, float) and value == math.inf:
+            numbers.append(largest)
+            continue
+        number = check(f"{name} of {noun} {at}", value, float, least=0, error=CostError)
+        numbers.append(Fraction(int(value) if isinstance(value, Integral) else number))
+    if sum(numbers) > sys.float_info.max:
+        raise CostError(f"{name}: the sum is too large for a float")
+    return numbers
 
 
-def _limits(limits: float | Iterable[float] | None, stages: int) -> list[Any]:
-    """One limit for each stage."""
-    if limits is None or not isinstance(limits, Iterable):
-        limits = [math.inf if limits is None else limits] * stages
-    given = check_list("limits", limits, takes="a number for each stage", error=PartitionError)
-    if len(given) != stages:
-        raise PartitionError(
-            f"limits are for {counted(len(given), 'stage')}, but there are {stages}; pass one "
-            "number for all, or one for each"
-        )
-    return [
-        limit if limit == math.inf else _number(f"the limit of stage {stage}", limit)
-        for stage, limit in enumerate(given)
-    ]
+def _in_whole_units(rows: Sequence[Iterable[Fraction]]) -> list[list[int]]:
+    """Several rows of numbers as multiples of the one largest unit that makes all of them whole."""
+    listed = [list(row) for row in rows]
+    unit = math.lcm(*(number.denominator for row in listed for number in row))
+    return [[int(number * unit) for number in row] for row in listed]
 
 
-def _too_much(needs_to: Sequence[int], limits: Sequence[Any], unit: int) -> PartitionError:
-    """The error for limits that no cut keeps within; it names the stage that lacks the most.
-
-    The cut is the best one: raising every limit by what this stage lacks lets it through.
-    """
-    bounds = _cheapest(
-        needs_to,
-        len(limits),
-        lambda stage, end: 0,
-        lambda stage, before, cost: max(before, cost - limits[stage]),
-    )
-    assert bounds is not None  # without limits there is always a cut
-    used = [needs_to[end] - needs_to[start] for start, end in pairwise(bounds)]
-    lacks = [need - limit for need, limit in zip(used, limits, strict=True)]
+def _too_much(
+    needs: Sequence[Fraction], room: Sequence[Fraction], bounds: Sequence[int]
+) -> PartitionError:
+    """The error for limits that no cut keeps within; it names the stage that lacks the most."""
+    used = [sum(needs[start:end], Fraction()) for start, end in pairwise(bounds)]
+    lacks = [need - limit for need, limit in zip(used, room, strict=True)]
     stage = lacks.index(max(lacks))
-    need, limit, short = used[stage] / unit, limits[stage] / unit, lacks[stage] / unit
     return PartitionError(
-        f"no cut into {counted(len(limits), 'stage')} keeps within the limits: in the best one, "
-        f"stage {stage} needs {_text(need)} and can hold {_text(limit)}; raise the limits by "
-        f"{_text(short)}",
+        f"no cut into {counted(len(room), 'stage')} keeps within the limits: in the best one, "
+        f"stage {stage} needs {_text(used[stage])} and can hold {_text(room[stage])}; raise the "
+        f"limits by {_text(lacks[stage])}",
         stage=stage,
-        short=float(short),
+        short=float(lacks[stage]),
     )
 
 
-def _totals(sums: Sequence[int], unit: int, bounds: Sequence[int]) -> tuple[float, ...]:
+def _sums(numbers: Sequence[Fraction], bounds: Sequence[int]) -> tuple[float, ...]:
     """The sum over the layers of each stage; whole, if all numbers are."""
-    totals = [sums[end] - sums[start] for start, end in pairwise(bounds)]
-    return tuple(totals if unit == 1 else (total / unit for total in totals))
+    sums = [sum(numbers[start:end], Fraction()) for start, end in pairwise(bounds)]
+    whole = all(number.denominator == 1 for number in numbers)
+    return tuple(map(int if whole else float, sums))
 
 
 def _text(number: float | Fraction) -> str:

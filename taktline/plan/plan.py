@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -60,9 +59,9 @@ class Placement:
             if not 0 <= rank < ranks:
                 raise PlanError(f"stage {stage} is placed on rank {rank} of {ranks}")
             held[rank].append(stage)
-        object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "rank_of", rank_of)
-        object.__setattr__(self, "_held", tuple(map(tuple, held)))
+        fields = {"ranks": ranks, "rank_of": rank_of, "_held": tuple(map(tuple, held))}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def linear(cls, ranks: int) -> Placement:
@@ -119,13 +118,11 @@ class Placement:
             )
 
     def __str__(self) -> str:
-        per_rank, rest = divmod(self.stages, self.ranks)
-        shape = "custom"
-        if not rest:
-            if self == Placement.loop(self.ranks, per_rank):
-                shape = "linear" if per_rank == 1 else "loop"
-            elif self == Placement.v(self.ranks, per_rank):
-                shape = "v"
+        per_rank, shape = max(1, self.stages // self.ranks), "custom"
+        if self == Placement.loop(self.ranks, per_rank):
+            shape = "linear" if per_rank == 1 else "loop"
+        elif self == Placement.v(self.ranks, per_rank):
+            shape = "v"
         return f"{shape}, {counted(self.stages, 'stage')} on {counted(self.ranks, 'rank')}"
 
 
@@ -134,9 +131,9 @@ def _count(name: str, number: int, most: int) -> int:
 
 
 def _numbers(rank_of: Iterable[int]) -> tuple[int, ...]:
+    ranks = check_list("rank_of", rank_of, error=PlanError)
     return tuple(
-        rank if type(rank) is int else check(f"rank_of[{stage}]", rank, int, error=PlanError)
-        for stage, rank in enumerate(check_list("rank_of", rank_of, error=PlanError))
+        check(f"rank_of[{stage}]", rank, int, error=PlanError) for stage, rank in enumerate(ranks)
     )
 
 
@@ -161,8 +158,6 @@ class Plan:
     >>> plan.level.name, plan.ranks, plan.stages, plan.microbatches
     ('COMPUTE', 2, 2, 1)
     """
-
-    __slots__ = ("known", "level", "microbatches", "name", "offsets", "placement", "rows")
 
     name: str
     """The schedule or the file that it comes from."""
@@ -206,14 +201,9 @@ class Plan:
                 f"a {level.name} plan may not contain "
                 f"{Kind(rows.kind[np.argmax(levels > level)]).name}: it is a {found.name} plan"
             )
-        set_once = super().__setattr__
-        set_once("name", name)
-        set_once("placement", placement)
-        set_once("microbatches", microbatches)
-        set_once("level", found if level is None else level)
-        set_once("rows", rows)
-        set_once("offsets", np.cumsum([0, *map(len, rows_by_rank)]))
-        set_once("known", {})
+        level, offsets = found if level is None else level, np.cumsum([0, *map(len, rows_by_rank)])
+        vars(self).update(name=name, placement=placement, microbatches=microbatches, level=level)
+        vars(self).update(rows=rows, offsets=offsets, known={})
 
     @classmethod
     def from_actions(
@@ -230,14 +220,10 @@ class Plan:
         By default, a stage is on the rank that first computes it, and the micro-batches go up to
         the highest number in the actions.
         """
-        ranks = check_list("actions", actions, takes="a list of actions a rank", error=PlanError)
-        if len(ranks) > MOST_RANKS:
-            raise PlanError(f"a plan has at most {MOST_RANKS:,} ranks, not {len(ranks):,}")
-        listed = (
-            check_list(f"actions[{rank}]", texts, takes="a list of actions", error=PlanError)
-            for rank, texts in enumerate(ranks)
-        )
-        rows = [Rows.from_actions(map(_as_action, texts)) for texts in listed]
+        rows = [
+            Rows.from_actions(map(_as_action, check_list(f"actions[{rank}]", listed)))
+            for rank, listed in enumerate(check_list("actions", actions, error=PlanError))
+        ]
         if not any(map(len, rows)):
             raise PlanError("a plan without actions: pass at least one forward")
         if placement is None:
@@ -248,12 +234,6 @@ class Plan:
 
     def __setattr__(self, attribute: str, value: object) -> None:
         raise AttributeError(f"a plan does not change; make a new one to set {attribute!r}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Made anew where it is unpickled; what is known of it (a proof, say) stays behind.
-        rows = [self.rows_of(rank) for rank in range(self.ranks)]
-        make = partial(Plan, level=self.level, name=self.name)
-        return make, (rows, self.placement, self.microbatches)
 
     @property
     def ranks(self) -> int:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from taktline.checks import check, check_callable, known_keywords, shown
 from taktline.errors import ScheduleError
-from taktline.plan.plan import MOST_STAGES, Placement, Plan
+from taktline.plan.plan import Placement, Plan
 from taktline.plan.rows import Rows
 from taktline.text import counted
 
@@ -47,17 +47,16 @@ class NamedSchedule:
                 f"{self.name} runs {counted(fixed, 'stage')} per rank, not {shown(asked)}; with "
                 f"{shown(asked)} there are: {', '.join(fitting)}"
             )
-        ranks = self._count("ranks", ranks, MOST_RANKS)
-        microbatches = self._count("microbatches", microbatches)
-        per_rank = self._count("stages_per_rank", fixed or (2 if asked is None else asked))
-        stages = self._count("stages", ranks * per_rank, MOST_STAGES)
-        self._count("stages × microbatches", stages * microbatches, MOST_FORWARDS)
+
+        def count(what: str, number: int, most: int | None = None) -> int:
+            name = f"{self.name}: {what}"
+            return check(name, number, int, least=1, most=most, error=ScheduleError)
+
+        ranks, microbatches = count("ranks", ranks, MOST_RANKS), count("microbatches", microbatches)
+        per_rank = count("stages_per_rank", fixed or (2 if asked is None else asked))
+        count("stages × microbatches", ranks * per_rank * microbatches, MOST_FORWARDS)
         placement = self.place(ranks, per_rank)
         return Plan(self.generate(placement, microbatches), placement, microbatches, name=self.name)
-
-    def _count(self, what: str, number: int, most: int | None = None) -> int:
-        name = f"{self.name}: {what}"
-        return check(name, number, int, least=1, most=most, error=ScheduleError)
 
 
 _SCHEDULES: dict[str, NamedSchedule] = {}

@@ -1,8 +1,7 @@
 """The schedules: for given numbers, the actions of each rank in order.
 
-In their docstrings, p is the number of ranks, r one of them, m the number of micro-batches and v
-the number of stages per rank; F, B, I and W are the times of these actions, M is an activation of a
-stage, and M_w the part of it that W needs. The commands list schedules in the order of this file.
+docs/schedules.md has the bubble, the memory and the paper of each. The commands list schedules in
+the order of this file.
 """
 
 from __future__ import annotations
@@ -112,9 +111,6 @@ def forward_only(rank: int, placement: Placement, microbatches: int) -> Rows:
     rank 0 │ 0F0 0F1 0F2 0F3
     rank 1 │     1F0 1F1 1F2 1F3
     rank 2 │         2F0 2F1 2F2 2F3
-
-    Bubble: (p-1)·F, in times of one stage, with at least p micro-batches.
-    Memory: what one forward needs while it runs.
     """
     turns = rounds(microbatches, at_least=placement.ranks)
     return in_rounds(Kind.F, placement.stages_of(rank), turns)
@@ -129,10 +125,6 @@ def gpipe(rank: int, placement: Placement, microbatches: int) -> Rows:
     rank 0 │ 0F0 0F1 0F2 0F3                         0B0──── 0B1──── 0B2──── 0B3────
     rank 1 │     1F0 1F1 1F2 1F3             1B0──── 1B1──── 1B2──── 1B3────
     rank 2 │         2F0 2F1 2F2 2F3 2B0──── 2B1──── 2B2──── 2B3────
-
-    Bubble: (p-1)(F+B).
-    Memory: m activations on every rank, so it grows with the number of micro-batches.
-    Source: arXiv 1811.06965.
     """
     numbers = range(microbatches)
     return Rows.concatenate([Rows.of(Kind.F, rank, numbers), Rows.of(Kind.B, rank, numbers)])
@@ -147,10 +139,6 @@ def one_f_one_b(rank: int, placement: Placement, microbatches: int) -> Rows:
     rank 0 │ 0F0 0F1 0F2                 0B0──── 0F3 0B1────     0B2────     0B3────
     rank 1 │     1F0 1F1         1B0──── 1F2 1B1──── 1F3 1B2────     1B3────
     rank 2 │         2F0 2B0──── 2F1 2B1──── 2F2 2B2──── 2F3 2B3────
-
-    Bubble: (p-1)(F+B).
-    Memory: min(m, p-r) activations on rank r, however many micro-batches there are.
-    Source: PipeDream-Flush, arXiv 2006.09503.
     """
     numbers = range(microbatches)
     return in_slots(
@@ -170,10 +158,6 @@ def interleaved_1f1b(rank: int, placement: Placement, microbatches: int) -> Rows
 
     Micro-batches go in rounds of at least p, as even as possible, so that a round is back at rank 0
     when rank 0 needs it.
-
-    Bubble: (p-1)(F+B) in times of one stage, which is 1/v of 1F1B's, where m is a multiple of p.
-    Memory: min(v·m, (v-1)·g + 2(p-1-r) + 1) activations of a stage on rank r, for rounds of g.
-    Source: Megatron-LM, arXiv 2104.04473.
     """
     ranks, stages = placement.ranks, placement.stages_of(rank)
     turns = rounds(microbatches, at_least=ranks)
@@ -194,10 +178,6 @@ def looped_bfs(rank: int, placement: Placement, microbatches: int) -> Rows:
     rank 1 │     1F0 1F1 1F2 3F0 3F1 3F2 3B2──── 3B1──── 3B0──── 1B2──── 1B1──── 1B0────
 
     A stage's parameters are used in one go, so a sharded stage is gathered only twice in a step.
-
-    Bubble: (p-1)(F+B) in times of one stage, with at least p micro-batches.
-    Memory: v·m activations of a stage.
-    Source: arXiv 2211.05953.
     """
     stages, all_at_once = placement.stages_of(rank), rounds(microbatches, at_least=microbatches)
     forward = in_rounds(Kind.F, stages, all_at_once)
@@ -215,9 +195,6 @@ def zb_h1(placement: Placement, microbatches: int) -> list[Rows]:
     rank 2 │         2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     The weights of micro-batch k go into slot k+p-1 on every rank.
-
-    Bubble: (p-1)(F+I-W), where W is no longer than F and I and there are at least p micro-batches.
-    Memory: (p-r)·M + r·M_w on rank r: no more than that of 1F1B.
     """
     return interleaved_zero_bubble(placement, microbatches)
 
@@ -233,11 +210,6 @@ def zb_h2(rank: int, placement: Placement, microbatches: int) -> Rows:
     rank 2 │         2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2W1 2W2 2W3 2W4
 
     As ZB-H1 with twice the warm-up: the weights of micro-batch k go into slot k+2(p-1).
-
-    Bubble: (p-1)(F+I-2W) in each rank's own span, none where F=I=W, with at least 2p-1
-    micro-batches. The ranks start and end one after the other, which helps where no barrier
-    separates two steps.
-    Memory: (2p-2r-1)·M + 2r·M_w on rank r.
     """
     numbers, last = range(microbatches), placement.ranks - 1
     return in_slots(
@@ -255,10 +227,6 @@ def interleaved_zero_bubble(rank: int, placement: Placement, microbatches: int) 
     interleaved_zero_bubble: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1 2F0 2F1     2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
     rank 1 │     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
-
-    Bubble: (p-1)(F+I-W) in times of one stage, where W is no longer than F and I and m is a
-    multiple of p.
-    Memory: ((v-1)·g + p-r)·M + r·M_w on rank r, for rounds of g micro-batches.
     """
     ranks, stages = placement.ranks, placement.stages_of(rank)
     turns = rounds(microbatches, at_least=ranks)
@@ -278,10 +246,6 @@ def zbv(rank: int, placement: Placement, microbatches: int) -> Rows:
     zbv: 2 ranks × 2 stages, 3 micro-batches
     rank 0 │ 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
     rank 1 │     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
-
-    Bubble: none in each rank's own span where F=I=W, with at least 2p-1 micro-batches.
-    Memory: 2p activations of a stage, each half as large as one of 1F1B's p.
-    Source: Zero Bubble, arXiv 2401.10241, section 6.
     """
     ranks = placement.ranks
     count = max(microbatches, 2 * ranks - 1)  # what fills the V; fewer leave gaps in it
@@ -310,11 +274,6 @@ def dualpipev(rank: int, placement: Placement, microbatches: int) -> Rows:
     rank 1 │     1F0 2F0 1F1 2F1 1F2 2B0──── 2F2&1B0──── 1F3&2B1──── 2F3&1B1──── 2B2──── 1B2──── …
 
     With fewer than 2p micro-batches, the plan is that for 2p without the missing ones.
-
-    Bubble: (p-1)(F&B+B-3W) on the rank at the turn where F=I, F&B being the time of a pair. Other
-    ranks idle less, the more an overlap saves.
-    Memory: 2p+1 activations of a stage.
-    Source: DeepSeek-V3, arXiv 2412.19437.
     """
     ranks = placement.ranks
     count = max(microbatches, 2 * ranks)
@@ -455,11 +414,6 @@ def v_half(placement: Placement, microbatches: int) -> list[Rows]:
     rank 1 │     1F0 1F1 1F2         6F0     6F1 6I0 6W0 1F3 6F2 6I1 1I0 6W1 1W0 6I2 6F3 6W2 1I1 …
     rank 2 │         2F0 2F1     5F0 2F2 5F1     5F2 5I0 5W0 2F3 2I0 5I1 2W0 5W1 5F3 5I2 2I1 5W2 …
     rank 3 │             3F0 4F0 3F1 4F1 3F2 4F2         4I0 3I0 4W0 3F3 3W0 4F3 4I1 3I1 4I2 3I2 …
-
-    Bubble: at most max(0, 6p-3k-1) in each rank's own span, where F=I=W=1 and there are at least 2p
-    micro-batches; 1F1B's is 6(p-1) in these units.
-    Memory: at most k = 2·((p+2)//2) activations of a stage, where 1F1B holds the equal of 2p.
-    Source: Controllable Memory, arXiv 2405.15362.
     """
     return v_limited(placement, microbatches, limit=2 * ((placement.ranks + 2) // 2))
 
@@ -473,10 +427,5 @@ def v_min(placement: Placement, microbatches: int) -> list[Rows]:
     rank 1 │     1F0 1F1             6F0 1F2     6I0 6W0 6F1         1I0 6I1 1W0 6W1 6F2 1F3 1I1 …
     rank 2 │         2F0 2F1     5F0     5F1         5I0 5W0 2F2 2I0 2W0     5I1 5F2 5W1 2I1 2F3 …
     rank 3 │             3F0 4F0 3F1 4F1                 4I0 3I0 4W0 3F2 3W0 4F2 4I1 3I1 4W1 3W1 …
-
-    Bubble: at most max(0, 6p-3k-1) in each rank's own span, where F=I=W=1 and there are at least 2p
-    micro-batches; 1F1B's is 6(p-1) in these units.
-    Memory: at most k = 2·((p+4)//3) activations of a stage, where 1F1B holds the equal of 2p.
-    Source: Controllable Memory, arXiv 2405.15362.
     """
     return v_limited(placement, microbatches, limit=2 * ((placement.ranks + 4) // 3))

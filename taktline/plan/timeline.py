@@ -135,18 +135,14 @@ class Timeline:
     @property
     def rank_spans(self) -> FloatArray:
         """For each rank, the time from its first start to its last end."""
-        return np.array(
-            [
-                float(self.end[mine].max() - self.start[mine].min()) if mine.size else 0.0
-                for mine in self._compute_by_rank()
-            ]
-        )
+        mine = [(self.start[rows], self.end[rows]) for rows in self._compute_by_rank()]
+        return np.array([end.max() - start.min() if len(end) else 0.0 for start, end in mine])
 
     @property
     def busy(self) -> FloatArray:
         """For each rank, the time in which it computes."""
         lasting = (self.end - self.start) * ~self.plan.rows.second_of_pair()
-        return np.array([lasting[mine].sum() for mine in self._compute_by_rank()])
+        return np.array([lasting[rows].sum() for rows in self._compute_by_rank()])
 
     @property
     def utilisation(self) -> FloatArray:
@@ -242,20 +238,15 @@ class Timeline:
 
     def critical_rows(self) -> list[int]:
         """The rows of :meth:`critical_path`."""
-        rows = self.plan.rows
-        rank, held_by = self.plan.rank_of_rows(), self.held_by
-        path = [len(rows) - 1 - int(np.argmax(self.end[::-1]))]
+        held_by = self.held_by
+        path = [len(held_by) - 1 - int(np.argmax(self.end[::-1]))]
         while held_by[path[-1]] >= 0:
             path.append(int(held_by[path[-1]]))
-        path.reverse()
-        return [
-            row
-            for row, following in zip(path, [*path[1:], path[-1]], strict=True)
-            # Otherwise only actions that take time or go to another rank hold others up.
-            if rows.kind[row] <= Kind.W
-            or self.end[row] > self.start[row]
-            or rank[row] != rank[following]
-        ]
+        rows, following = np.array(path[::-1]), np.array([*path[-2::-1], path[0]])
+        # Of the others, only actions that take time or go to another rank hold any up.
+        rank, computes = self.plan.rank_of_rows(), self.plan.rows.kind[rows] <= Kind.W
+        matters = computes | (self.end > self.start)[rows] | (rank[rows] != rank[following])
+        return rows[matters].tolist()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the timeline to a file in the format of its ending.
@@ -338,9 +329,6 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
 
 _LEAST = 0.01
 """The least that a straggler costs, as a share of the step; less is noise."""
-_SHOWN = 3
-"""How many micro-batches are named."""
-_WORDS = {Kind.F: "forward", Kind.B: "backward"}
 _PARTS = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I, Kind.W)}
 """The halves of a backward count together: where nothing can be split, one has all the work."""
 
@@ -367,11 +355,12 @@ class Straggler:
     basis: str = "was expected"
 
     def __str__(self) -> str:
-        what = f"the {_WORDS[self.kind]} of stage {self.stage}"
+        what = "forward" if self.kind is Kind.F else "backward"
         time = f"{self.duration:.3g} {self.unit}".rstrip()
         return (
-            f"rank {self.rank} is slow: {what} takes {time}, {self.factor:.1f} times what "
-            f"{self.basis}; slowest in micro-batches {', '.join(map(str, self.microbatches))}"
+            f"rank {self.rank} is slow: the {what} of stage {self.stage} takes {time}, "
+            f"{self.factor:.1f} times what {self.basis}; slowest in micro-batches "
+            f"{', '.join(map(str, self.microbatches))}"
         )
 
 
@@ -400,31 +389,25 @@ def stragglers(
     if any(timeline.plan.placement != plan.placement for timeline in timelines):
         raise PlanError("stragglers are found in timelines with the same stages on the same ranks")
     latest = timelines if work is not None else timelines[-1:]
+    basis = "its work accounts for" if work is not None else "it took before"
     step = float(np.median([timeline.makespan for timeline in latest]))
     found: list[Straggler] = []
     for kind in (Kind.F, Kind.B):
         spent = _medians(latest, kind, plan.stages)
-        if work is None:
-            expected, basis = _medians(timelines[:-1], kind, plan.stages), "it took before"
+        if work is not None:
+            expected = _by_work(plan, work, kind, spent)
         else:
-            expected, basis = _by_work(plan, work, kind, spent), "its work accounts for"
+            expected = _medians(timelines[:-1], kind, plan.stages)
         with np.errstate(divide="ignore", invalid="ignore"):
             times = spent / expected
             lost = (spent - expected) * plan.microbatches
             slow = np.isfinite(times) & (times >= factor) & (lost >= _LEAST * step)
-        found += [
-            Straggler(
-                plan.placement.rank_of[stage],
-                stage,
-                kind,
-                float(spent[stage]),
-                float(times[stage]),
-                _slowest(latest[-1], kind, stage),
-                unit,
-                basis,
-            )
-            for stage in np.flatnonzero(slow).tolist()
-        ]
+        took = latest[-1].durations(*_PARTS[kind])
+        for at in np.flatnonzero(slow).tolist():
+            known = min(3, np.count_nonzero(~np.isnan(took[at])))
+            slowest = tuple(np.argsort(-took[at], kind="stable")[:known].tolist())
+            facts = (float(spent[at]), float(times[at]), slowest, unit, basis)
+            found.append(Straggler(plan.placement.rank_of[at], at, kind, *facts))
     return sorted(found, key=lambda straggler: -straggler.factor)
 
 
@@ -442,9 +425,3 @@ def _medians(timelines: Sequence[Timeline], kind: Kind, stages: int) -> FloatArr
     """For each stage the median over all micro-batches, or nan."""
     tables = [timeline.durations(*_PARTS[kind]) for timeline in timelines]
     return known_medians(np.hstack([np.full((stages, 1), np.nan), *tables]), axis=1)
-
-
-def _slowest(timeline: Timeline, kind: Kind, stage: int) -> tuple[int, ...]:
-    times = timeline.durations(*_PARTS[kind])[stage]
-    order = np.argsort(-times, kind="stable")[:_SHOWN]  # nan comes last
-    return tuple(order[~np.isnan(times[order])].tolist())

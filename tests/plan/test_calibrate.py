@@ -41,14 +41,12 @@ def test_the_costs_of_a_simulation_are_found_again(data: st.DataObject, plan: Pl
     np.testing.assert_allclose(again.end, timeline.end, atol=1e-9)
 
 
-def test_a_full_backward_without_measured_halves_is_split_evenly() -> None:
+def test_what_was_not_measured_is_guessed() -> None:
+    """Halves of a backward share it evenly; without any backward, each takes a forward's time."""
     timeline = simulate(build("1f1b", ranks=2, microbatches=4), Costs(backward=3.0))
     found = Costs.from_timeline(timeline)
     assert found.backward == (3.0, 3.0)
     assert found.backward_input == found.backward_weight == (1.5, 1.5)
-
-
-def test_costs_of_backwards_are_guessed_from_forwards() -> None:
     plan = build("forward_only", ranks=2, microbatches=4, stages_per_rank=1)
     found = Costs.from_timeline(simulate(plan, Costs(forward=(1.0, 3.0))))
     assert found.forward == found.backward_input == found.backward_weight == (1.0, 3.0)
@@ -69,6 +67,8 @@ def test_one_disturbed_step_of_three_does_not_count() -> None:
     plan = build("zb_h1", ranks=2, microbatches=3)
     calm, disturbed = (simulate(plan, Costs(forward=time)) for time in (1.0, 50.0))
     assert Costs.from_timeline(calm, disturbed, calm).forward == (1.0, 1.0)
+    with pytest.raises(CostError, match="of one model"):
+        Costs.from_timeline(calm, simulate(build("1f1b", ranks=3, microbatches=2)))
 
 
 def test_what_a_rank_spends_between_actions_is_a_cost() -> None:
@@ -100,9 +100,3 @@ def test_a_message_that_leaves_late_is_not_slow() -> None:
     found = Costs.from_timeline(timeline)
     assert found.link.latency == pytest.approx(0.25)
     assert simulate(apart, found).makespan == pytest.approx(timeline.makespan)
-
-
-def test_timelines_of_several_models_are_refused() -> None:
-    two, three = (simulate(build("1f1b", ranks=ranks, microbatches=2)) for ranks in (2, 3))
-    with pytest.raises(CostError, match="of one model"):
-        Costs.from_timeline(two, three)

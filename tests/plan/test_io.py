@@ -20,15 +20,18 @@ from taktline.plan import (
     Level,
     Link,
     Plan,
+    Timeline,
     build,
     lower,
     read,
     read_costs,
     read_timeline,
+    simulate,
     validate,
     write,
+    write_timeline,
 )
-from taktline.plan.io import from_csv, from_json, to_csv, to_json
+from taktline.plan.io import from_csv, from_json, is_timeline, to_csv, to_json
 from tests.plan.peer import compute_order, lowered_order, make
 from tests.plan.strategies import any_plan, costs, shapes
 
@@ -92,145 +95,111 @@ class TestTorchDialect:
         plan = from_csv(text + "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1REDUCE_GRAD\r\n")
         assert [str(action) for action in plan[0]] == [*text.split(",")[:4], "0REDUCE_GRAD"]
         assert validate(plan) == ()
-        with pytest.raises(PlanFileError, match="row 1, column 2: not an action"):
-            from_csv("0F0,0WAIT_SEND_G0")
 
     def test_idle_cells_mean_nothing(self) -> None:
         plan = from_csv("0F0,,0B0\r\n,1F0, 1B0 \r\n\r\n")
         assert [str(action) for action in plan[1]] == ["1F0", "1B0"]
 
 
-class TestMistakes:
-    @pytest.mark.parametrize(
-        ("text", "row", "column", "message"),
-        [
-            ("0F0,0B0\n1F0,1X0", 2, 2, "expected one of F, B, I, W"),
-            ("0F0,0BANANA3", 1, 2, "expected a micro-batch number at character 3"),
-            ("", None, None, "is empty"),
-            (",,\n,", None, None, "is empty"),
-            ('0F0,"0B0', 1, None, "not CSV"),
-            ("1F0", None, None, "no rank computes stage 0"),
-        ],
-    )
-    def test_in_csv(
-        self, tmp_path: Path, text: str, row: int | None, column: int | None, message: str
-    ) -> None:
-        file = tmp_path / "bad.csv"
-        file.write_text(text)
-        with pytest.raises(PlanFileError, match=r"bad\.csv") as caught:
-            read(file)
-        assert (caught.value.row, caught.value.column) == (row, column)
-        assert message in str(caught.value)
-        if row:
-            assert f"row {row}" in str(caught.value)
+GOOD = json.loads(to_json(build("1f1b", ranks=2, microbatches=1)))
 
-    GOOD = json.loads(to_json(build("1f1b", ranks=2, microbatches=1)))
 
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"format": "other"}, 'expected "format": "taktline-plan"'),
-            ({"version": 2}, "has version 2 of the format, but this program reads version 1"),
-            ({"version": True}, "has version True"),
-            ({"version": [[]] * 1000}, "has version [[], [], "),
-            ({"ranks": [[]] * 100_000}, "a plan has at most 65,536 ranks, not 100,000"),
-            (
-                {"placement": [0] * 2_000_000},
-                "the number of stages must be a whole number from 1 to 1,048,576",
-            ),
-            ({"microbatches": 10**600}, "microbatches has more than 64 bits"),
-            ({"microbatches": 10**10}, "from 1 to 2,147,483,647"),
-            (
-                {"ranks": [["0F99999999999"], ["1F0"]]},
-                "row 1, column 1: microbatch must be a whole number from 0",
-            ),
-            ({"origin": "\ud800"}, "is not a text in UTF-8"),
-            ({"ranks": None}, "ranks is null, not a list"),
-            ({"ranks": [["0F0"], [7]]}, "ranks[1][0] is a whole number, not a text"),
-            ({"ranks": [["0F0"], ["1F0", "oops"]]}, "row 2, column 2"),
-            ({"placement": [0, "1"]}, "placement[1] is a text, not a whole number"),
-            ({"placement": [0, 2]}, "stage 1 is placed on rank 2 of 2"),
-            ({"microbatches": 0}, "microbatches must be a whole number from 1 "),
-            ({"microbatches": True}, "microbatches is true or false, not a whole number"),
-            ({"level": "deep"}, "level is one of compute, sharded, lowered, not 'deep'"),
-            ({"level": "compute", "ranks": [["0SEND_F0"], ["1F0"]]}, "may not contain SEND_F"),
-            ({"origin": 3}, "origin is a whole number, not a text"),
-        ],
-    )
-    def test_in_json(self, change: dict[str, object], message: str) -> None:
-        with pytest.raises(PlanFileError) as caught:
-            from_json(json.dumps(self.GOOD | change), "plan.json")
-        assert message in str(caught.value)
+@pytest.mark.parametrize(
+    ("text", "row", "column", "message"),
+    [
+        ("0F0,0B0\n1F0,1X0", 2, 2, "expected one of F, B, I, W"),
+        ("", None, None, "a plan without actions"),
+        (",,\n,", None, None, "a plan without actions"),
+        ("\n" * 200_000, None, None, "a plan without actions"),
+        ('0F0,"0B0', 1, None, "not CSV"),
+        ("1F0", None, None, "no rank computes stage 0"),
+        ("0F0," * 10 + "0F" + "9" * 5000, 1, 11, "must be a whole number from 0 to 2,147,483,647"),
+        ("0F0\0", 1, 1, "expected the end"),
+        ("0F0,0WAIT_SEND_G0", 1, 2, "not an action"),
+        ("0F0," + "x" * 200_000, 1, None, "not CSV: field larger than field limit"),
+    ],
+)
+def test_mistakes_in_csv(
+    tmp_path: Path, text: str, row: int | None, column: int | None, message: str
+) -> None:
+    file = tmp_path / "bad.csv"
+    file.write_text(text)
+    with pytest.raises(PlanFileError, match=r"bad\.csv") as caught:
+        read(file)
+    assert (caught.value.row, caught.value.column) == (row, column)
+    assert message in str(caught.value)
+    assert row is None or f"row {row}" in str(caught.value)
 
-    def test_in_json_text(self, tmp_path: Path) -> None:
-        file = tmp_path / "bad.json"
-        file.write_text('{\n  "format" 3}')
-        with pytest.raises(PlanFileError, match=r"bad\.json, row 2, column 12: not JSON"):
-            read(file)
-        with pytest.raises(PlanFileError, match="the value is a list, not an object"):
-            from_json("[]")
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("", "not JSON"),
-            ("[" * 100_000, "is nested deeper than 64 levels"),
-            (
-                '{"microbatches": ' + "9" * 5000 + "}",
-                "holds a number that is not finite, or has too",
-            ),
-            ("\0", "not JSON"),
-        ],
-    )
-    def test_in_json_beyond_what_python_reads(self, text: str, message: str) -> None:
-        with pytest.raises(PlanFileError, match=rf"^plan\.json.*{message}"):
-            from_json(text, "plan.json")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other"}, 'expected "format": "taktline-plan"'),
+        ({"version": 2}, "has version 2 of the format, but this program reads version 1"),
+        ({"version": [[]] * 1000}, "has version [[], [], "),
+        ({"ranks": [[]] * 100_000}, "ranks must be a whole number from 1 to 65,536, not 100000"),
+        ({"placement": [0] * 2_000_000}, "of stages must be a whole number from 1 to 1,048,576"),
+        ({"microbatches": 10**600}, "microbatches has more than 64 bits"),
+        ({"microbatches": 10**10}, "from 1 to 2,147,483,647"),
+        ({"microbatches": 0}, "microbatches must be a whole number from 1 "),
+        ({"ranks": [["0F99999999999"], ["1F0"]]}, "row 1, column 1: microbatch must be a whole"),
+        ({"ranks": [["0F0"], ["1F0", "oops"]]}, "row 2, column 2"),
+        ({"ranks": [["0F0"], [7]]}, "ranks[1][0] is a whole number, not a text"),
+        ({"origin": "\ud800"}, "is not a text in UTF-8"),
+        ({"placement": [0, 2]}, "stage 1 is placed on rank 2 of 2"),
+        ({"level": "deep"}, "level is one of compute, sharded, lowered, not 'deep'"),
+        ({"level": "compute", "ranks": [["0SEND_F0"], ["1F0"]]}, "may not contain SEND_F"),
+    ],
+)
+def test_mistakes_in_json(change: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanFileError) as caught:
+        from_json(json.dumps(GOOD | change), "plan.json")
+    assert message in str(caught.value)
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("\n" * 2_000_000, "a plan has at most 65,536 ranks"),
-            ("0F0," * 10 + "0F" + "9" * 5000, "row 1, column 11: .*at most 18 digits"),
-            ("0F0\0", "row 1, column 1: .*expected the end"),
-            ("0F0," + "x" * 200_000, "not CSV: field larger than field limit"),
-            ("0F0,0B2147483648", "row 1, column 2: microbatch must be a whole number from 0"),
-        ],
-    )
-    def test_in_csv_beyond_measure(self, text: str, message: str) -> None:
-        with pytest.raises(PlanFileError, match=rf"^plan\.csv.*{message}"):
-            from_csv(text, "plan.csv")
 
-    @pytest.mark.parametrize("path", [None, 7, b"plan.csv", "a\0.csv", "\ud800.json"])
-    def test_in_what_is_no_path(self, path: Any) -> None:
-        for function in (read, read_costs, read_timeline, partial(write, self.PLAN)):
-            with pytest.raises(ArgumentError, match="path must be the path of a file, not"):
-                function(path)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON"),
+        ('{\n  "format" 3}', "row 2, column 12: not JSON"),
+        ("[]", "the value is a list, not an object"),
+        ("[" * 100_000, "is nested deeper than 64 levels"),
+        ('{"microbatches": ' + "9" * 5000 + "}", "holds a number that is not finite, or has too"),
+    ],
+)
+def test_mistakes_in_the_text_of_json(text: str, message: str) -> None:
+    with pytest.raises(PlanFileError, match=rf"^plan\.json.*{message}"):
+        from_json(text, "plan.json")
 
-    PLAN = build("1f1b", ranks=1, microbatches=1)
 
-    def test_in_a_file(self, tmp_path: Path) -> None:
-        file = tmp_path / "plan.json"
-        file.write_text(json.dumps(self.GOOD | {"costs": {"forward": -1}}))
-        with pytest.raises(PlanFileError, match="costs: forward must be a number from 0 up"):
-            read_costs(file)
-        (tmp_path / "plan.csv").write_bytes(b"0F0\xff")
-        with pytest.raises(PlanFileError, match=r"not a text in UTF-8 \(byte 3\)"):
-            read(tmp_path / "plan.csv")
-        with pytest.raises(PlanFileError, match=r"ends in \.csv or \.json"):
-            read(tmp_path / "plan.txt")
+@pytest.mark.parametrize("path", [None, 7, b"plan.csv", "a\0.csv", "\ud800.json"])
+def test_what_is_no_path(path: Any) -> None:
+    for function in (read, read_costs, read_timeline, partial(write, TestWriting.PLAN)):
+        with pytest.raises(ArgumentError, match="path must be the path of a file, not"):
+            function(path)
 
-    def test_in_the_path(self, tmp_path: Path) -> None:
-        plan = build("1f1b", ranks=1, microbatches=1)
-        with pytest.raises(PlanFileError, match="cannot be read: No such file"):
-            read(tmp_path / "none.csv")
-        with pytest.raises(PlanFileError, match="cannot be written: No such file"):
-            write(plan, tmp_path / "no-folder" / "plan.csv")
-        (tmp_path / "folder.csv").mkdir()
-        with pytest.raises(PlanFileError, match="cannot be read: Is a directory"):
-            read(tmp_path / "folder.csv")
-        with pytest.raises(PlanFileError, match="cannot be written: Is a directory"):
-            write(plan, tmp_path / "folder.csv")
-        assert os.listdir(tmp_path) == ["folder.csv"]
+
+def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    contents: dict[str, bytes] = {
+        "costs.json": json.dumps(GOOD | {"costs": {"forward": -1}}).encode(),
+        "plan.csv": b"0F0\xff",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder.csv").mkdir()
+    listed = sorted(os.listdir(tmp_path))
+    for function, name, message in (
+        (read_costs, "costs.json", "costs: forward must be a number from 0 up"),
+        (read, "plan.csv", r"not a text in UTF-8 \(byte 3\)"),
+        (read, "plan.txt", r"ends in \.csv or \.json"),
+        (read, "none.csv", "cannot be read: No such file"),
+        (read, "folder.csv", "cannot be read: Is a directory"),
+        (partial(write, TestWriting.PLAN), "no-folder/plan.csv", "cannot be written: No such file"),
+        (partial(write, TestWriting.PLAN), "folder.csv", "cannot be written: Is a directory"),
+    ):
+        with pytest.raises(PlanFileError, match=message):
+            function(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == listed
 
 
 def test_a_plan_is_named_after_any_file() -> None:
@@ -274,3 +243,70 @@ class TestWriting:
         assert link.is_symlink()
         assert read(file) == self.PLAN
         assert stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+@given(st.data(), any_plan())
+def test_a_timeline_s_file_keeps_everything(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, plan: Plan
+) -> None:
+    file = tmp_path_factory.mktemp("timelines") / "a.json"
+    timeline = simulate(plan, data.draw(costs(plan.stages)))
+    write_timeline(timeline, file)
+    again = read_timeline(file)
+    assert again.plan == timeline.plan
+    assert again.name == timeline.name
+    assert again.costs == timeline.costs == read_costs(file)
+    assert again.arrival is not None
+    assert timeline.arrival is not None
+    assert (again.start == timeline.start).all()
+    assert (again.end == timeline.end).all()
+    assert (again.arrival == timeline.arrival).all()
+    assert not again.measured
+    assert is_timeline(file)
+    assert read(file) == timeline.plan
+
+
+def test_a_measured_timeline_is_named_in_all_drawings(tmp_path: Path) -> None:
+    simulated = simulate(build("gpipe", ranks=2, microbatches=1))
+    measured = Timeline(simulated.plan, simulated.start, simulated.end, measured=True)
+    write_timeline(measured, tmp_path / "a.json")
+    assert "    [0.0, 4.0]," in (tmp_path / "a.json").read_text().splitlines()
+    again = read_timeline(tmp_path / "a.json")
+    assert again.measured
+    assert again.arrival is None
+    for drawing in (again.to_text(100), again.to_svg(), again.to_html(simulated), again.to_trace()):
+        assert "gpipe, measured" in drawing
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"start": None}, "start is null, not a list"),
+        ({"start": [[0.0], [1.0]]}, "start must have a number for each action of each rank"),
+        ({"end": [["1"] * 4, [1.0] * 4]}, r"end\[0\]\[0\] is a text, not a number"),
+        ({"end": [[10**600] * 4, [1.0] * 4]}, "end must be an array of 8 numbers"),
+        ({"measured": 1}, "measured is a whole number, not true or false"),
+        ({"ranks": [["0F0", "0F0", "0B0", "0B0"], ["1F0", "1B0"] * 2]}, "is not valid: 8 viol"),
+        ({"end": [[0.0] * 4, [0.0] * 4]}, "an action ends before it starts"),
+        ({"costs": {"speed": 1}}, "takes no 'speed'"),
+        ({"format": "taktline-plan"}, "holds a plan and no times"),
+    ],
+)
+def test_timelines_that_cannot_be_read(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    file = tmp_path / "a.json"
+    write_timeline(simulate(build("1f1b", ranks=2, microbatches=2)), file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(PlanFileError, match=message):
+        read_timeline(file)
+
+
+def test_only_json_holds_timelines(tmp_path: Path) -> None:
+    timeline = simulate(build("1f1b", ranks=2, microbatches=2))
+    with pytest.raises(PlanFileError, match=r"ends in \.json"):
+        write_timeline(timeline, tmp_path / "a.csv")
+    write(timeline.plan, tmp_path / "plan.csv")
+    assert not is_timeline(tmp_path / "plan.csv")
+    with pytest.raises(PlanFileError, match=r"ends in \.json"):
+        read_timeline(tmp_path / "plan.csv")

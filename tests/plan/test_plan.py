@@ -1,14 +1,15 @@
-"""A plan: immutable, comparable, and built from actions with clear errors."""
+"""A plan: immutable, comparable, and built from actions with clear errors; its placement."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from taktline.errors import PlanError
 from taktline.plan import Level, Placement, Plan, build
@@ -54,11 +55,8 @@ def test_a_level_can_be_claimed_only_upwards() -> None:
 
 
 def test_does_not_change() -> None:
-    plan = build("1f1b", ranks=2, microbatches=2)
-    with pytest.raises(AttributeError, match="a plan does not change"):
-        plan.name = "other"
     with pytest.raises(ValueError, match="read-only"):
-        plan.rows.stage[0] = 1
+        build("1f1b", ranks=2, microbatches=2).rows.stage[0] = 1
 
 
 def test_differs_by_order_level_placement_and_number() -> None:
@@ -99,10 +97,30 @@ def test_ranks_must_match_the_placement() -> None:
 
 @pytest.mark.parametrize("rank", [2, -3])
 def test_a_rank_that_is_not_there(rank: int) -> None:
-    with pytest.raises(IndexError, match=f"there is no rank {rank}, only 2 ranks from 0 on"):
-        build("1f1b", ranks=2, microbatches=2)[rank]
+    for get in (build("1f1b", ranks=2, microbatches=2).__getitem__, Placement.v(2).stages_of):
+        with pytest.raises(IndexError, match=f"there is no rank {rank}, only 2 ranks from 0 on"):
+            get(rank)
 
 
-def test_rows_belong_to_their_rank() -> None:
-    plan = build("interleaved_1f1b", ranks=3, microbatches=4, stages_per_rank=2)
-    assert np.array_equal(plan.rank_of_rows(), plan.rows.stage % 3)
+@pytest.mark.parametrize("style", ["loop", "v"])
+def test_placements_equal_torchs(style: str) -> None:
+    for ranks, stages_per_rank in product(range(1, 7), range(1, 5)):
+        placement = getattr(Placement, style)(ranks, stages_per_rank)
+        expected = generate_stage_to_rank_mapping(ranks, ranks * stages_per_rank, style)
+        assert dict(enumerate(placement.rank_of)) == expected
+        held = [placement.stages_of(rank) for rank in range(ranks)]
+        assert held == [tuple(s for s in expected if expected[s] == r) for r in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("rank_of", "ranks", "message"),
+    [
+        ([], None, "the number of stages must be a whole number from 1 "),
+        ([0, 2], 2, "stage 1 is placed on rank 2 of 2"),
+        ([0, -1], 2, "stage 1 is placed on rank -1"),
+        ([0], 0, "ranks must be a whole number from 1 "),
+    ],
+)
+def test_placements_that_cannot_be(rank_of: list[int], ranks: int | None, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Placement.custom(rank_of, ranks)

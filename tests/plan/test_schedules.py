@@ -68,93 +68,65 @@ def drawing(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", names())
-def test_is_what_its_docstring_draws(name: str) -> None:
+def test_is_what_its_docstring_and_the_documentation_draw(name: str) -> None:
     ranks, stages_per_rank, microbatches = DRAWN[name]
     plan = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    drawn = drawing(name)
-    actual = grid(plan, width=10_000).splitlines()
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    drawn, actual = drawing(name), grid(plan, width=10_000).splitlines()
     assert len(drawn) == len(actual) == ranks + 1
     for line, expected in zip(drawn, actual, strict=True):
+        assert line in page
         if line.endswith("…"):
             assert expected.startswith(line[:-1].rstrip())
         else:
             assert expected == line
 
 
-@pytest.mark.parametrize("name", names())
-def test_the_documentation_shows_the_same_drawing(name: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
-    for line in drawing(name):
-        assert line in page
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("1F1B", "1f1b"),
+        ("Schedule1F1B", "1f1b"),
+        ("ScheduleInterleaved1F1B", "interleaved_1f1b"),
+        ("interleaved-1f1b", "interleaved_1f1b"),
+        ("ZBVZeroBubble", "zbv"),
+        ("ZB-H1", "zb_h1"),
+        ("_ScheduleForwardOnly", "forward_only"),
+    ],
+)
+def test_a_schedule_has_many_names(asked: str, name: str) -> None:
+    assert find(asked).name == name
 
 
-class TestNames:
-    @pytest.mark.parametrize(
-        ("asked", "name"),
-        [
-            ("1f1b", "1f1b"),
-            ("1F1B", "1f1b"),
-            ("Schedule1F1B", "1f1b"),
-            ("Interleaved1F1B", "interleaved_1f1b"),
-            ("ScheduleInterleaved1F1B", "interleaved_1f1b"),
-            ("interleaved-1f1b", "interleaved_1f1b"),
-            ("ZBVZeroBubble", "zbv"),
-            ("ZB-V", "zbv"),
-            ("ZB-H1", "zb_h1"),
-            ("V-Half", "v_half"),
-            ("_ScheduleForwardOnly", "forward_only"),
-        ],
-    )
-    def test_a_schedule_has_many(self, asked: str, name: str) -> None:
-        assert find(asked).name == name
-
-    @pytest.mark.parametrize("asked", ["nonsense", "", "zzz"])
-    def test_an_unknown_one_lists_the_known_ones(self, asked: str) -> None:
-        with pytest.raises(ScheduleError) as caught:
-            find(asked)
-        for name in names():
-            assert name in str(caught.value)
-        assert "did you mean" not in str(caught.value)
-
-    def test_a_near_miss_gets_a_hint(self) -> None:
-        with pytest.raises(ScheduleError, match=r"did you mean dualpipev\?"):
-            find("dualpipe")
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        find("nonsense")
+    assert all(name in str(caught.value) for name in names())
+    assert "did you mean" not in str(caught.value)
+    with pytest.raises(ScheduleError, match=r"did you mean dualpipev\?"):
+        find("dualpipe")
 
 
-class TestConstraints:
-    @pytest.mark.parametrize(("name", "asked"), [("1f1b", 2), ("zbv", 1), ("dualpipev", 3)])
-    def test_stages_per_rank_that_do_not_fit(self, name: str, asked: int) -> None:
-        with pytest.raises(ScheduleError) as caught:
-            build(name, ranks=4, microbatches=8, stages_per_rank=asked)
-        text = str(caught.value)
-        assert f"per rank, not {asked}" in text
-        for other in text.partition("there are: ")[2].split(", "):
-            build(other, ranks=4, microbatches=8, stages_per_rank=asked)
+@pytest.mark.parametrize(("name", "asked"), [("1f1b", 2), ("zbv", 1), ("dualpipev", 3)])
+def test_stages_per_rank_that_do_not_fit(name: str, asked: int) -> None:
+    with pytest.raises(ScheduleError, match=f"per rank, not {asked}") as caught:
+        build(name, ranks=4, microbatches=8, stages_per_rank=asked)
+    for other in str(caught.value).partition("there are: ")[2].split(", "):
+        build(other, ranks=4, microbatches=8, stages_per_rank=asked)
 
-    @pytest.mark.parametrize(
-        ("numbers", "message"),
-        [
-            (
-                {"ranks": 0, "microbatches": 1},
-                "ranks must be a whole number from 1 to 4,096, not 0",
-            ),
-            (
-                {"ranks": 2, "microbatches": 0},
-                "microbatches must be a whole number from 1 up, not 0",
-            ),
-            (
-                {"ranks": 2, "microbatches": 2, "stages_per_rank": 0},
-                "stages_per_rank must be a whole number from 1 up, not 0",
-            ),
-            (
-                {"ranks": 2.5, "microbatches": 2},
-                r"ranks must be a whole number from 1 to 4,096, not 2\.5",
-            ),
-        ],
-    )
-    def test_numbers_start_at_one(self, numbers: dict[str, Any], message: str) -> None:
-        with pytest.raises(ScheduleError, match=message):
-            build("interleaved_1f1b", **numbers)
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"ranks": 0, "microbatches": 1}, "ranks must be a whole number from 1 to 4,096, not 0"),
+        ({"ranks": 2, "microbatches": 0}, "microbatches must be .* from 1 up, not 0"),
+        ({"ranks": 2, "microbatches": 2, "stages_per_rank": 0}, "stages_per_rank must be a whole"),
+        ({"ranks": 2.5, "microbatches": 2}, r"ranks must be .* not 2\.5"),
+    ],
+)
+def test_numbers_start_at_one(numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        build("interleaved_1f1b", **numbers)
 
 
 FWD, INPUT, WEIGHT, KEPT = 1.25, 1.5, 0.75, 0.5
@@ -233,11 +205,6 @@ def test_rounds_that_do_not_divide_stay_close_to_those_that_do() -> None:
         assert 9 <= idle <= 9 + 3 * (m % 4), m
 
 
-def test_a_schedule_of_ranks_takes_a_function() -> None:
-    with pytest.raises(ScheduleError, match="rank_rows must be a function"):
-        each_rank("1f1b")  # pyright: ignore
-
-
 def test_registering_a_schedule_makes_it_known() -> None:
     @register("test_lonely", "Test-Alone", stages_per_rank=1)
     @each_rank
@@ -259,10 +226,5 @@ def test_registering_a_schedule_makes_it_known() -> None:
         unregister("test_lonely")
     with pytest.raises(ScheduleError, match="no schedule is called 'Test-Alone'"):
         find("Test-Alone")
-
-
-def test_names_that_differ_in_letter_case_alone_are_one() -> None:
-    generate = each_rank(lambda rank, placement, microbatches: Rows.of(0, rank, 0))
-    register("test_twice", "TestTwice", stages_per_rank=1)(generate)
-    unregister("test_twice")
-    assert "test_twice" not in names()
+    with pytest.raises(ScheduleError, match="rank_rows must be a function"):
+        each_rank("1f1b")  # pyright: ignore

@@ -16,7 +16,6 @@ from taktline.plan import (
     Link,
     Placement,
     Plan,
-    Timeline,
     build,
     lower,
     memory_curve,
@@ -34,57 +33,40 @@ def facts(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def four_digits(rate: float) -> str:
-    return f"{rate:.4f}".removeprefix("0")
+TABLES = [
+    (row, [float(row[name]) for name in ("t_f_ms", "t_b_ms", "t_w_ms")], float(row["t_comm_ms"]))
+    for row in facts("zero_bubble_table_5.csv")
+] + [
+    (row, [2 * float(row[f"chunk_{k}_us"]) for k in "fbw"], float(row["comm_us"]))
+    for row in facts("zero_bubble_table_8.csv")
+]
 
 
 class TestPublishedFigures:
-    """Zero Bubble Pipeline Parallelism (arXiv 2401.10241), tables 5 and 8."""
-
-    @pytest.mark.parametrize("lowered", [False, True], ids=["compute", "lowered"])
-    @pytest.mark.parametrize("row", facts("zero_bubble_table_5.csv"), ids=lambda r: r["model"])
-    def test_table_5(self, row: dict[str, str], lowered: bool) -> None:
-        self.check(
-            row,
-            [float(row[name]) for name in ("t_f_ms", "t_b_ms", "t_w_ms")],
-            float(row["t_comm_ms"]),
-            int(row["chunks_per_rank_interleaved"]),
-            lowered,
-        )
-
-    @pytest.mark.parametrize("lowered", [False, True], ids=["compute", "lowered"])
-    @pytest.mark.parametrize(
-        "row", facts("zero_bubble_table_8.csv"), ids=lambda r: r["microbatches"]
-    )
-    def test_table_8(self, row: dict[str, str], lowered: bool) -> None:
-        times = [2 * float(row[name]) for name in ("chunk_f_us", "chunk_b_us", "chunk_w_us")]
-        self.check(row, times, float(row["comm_us"]), 2, lowered)
-
-    def check(
-        self, row: dict[str, str], times: list[float], comm: float, chunks: int, lowered: bool
-    ) -> None:
-        ranks, microbatches = int(row["ranks"]), int(row["microbatches"])
-
-        def timeline(name: str, stages_per_rank: int) -> Timeline:
-            plan = build(
-                name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+    @pytest.mark.parametrize(("row", "times", "comm"), TABLES)
+    def test_zero_bubble(self, row: dict[str, str], times: list[float], comm: float) -> None:
+        """Zero Bubble Pipeline Parallelism (arXiv 2401.10241), tables 5 and 8."""
+        for name, chunks, by, rate in (
+            ("1f1b", 1, "makespan", "rate_1f1b"),
+            (
+                "interleaved_1f1b",
+                int(row.get("chunks_per_rank_interleaved", 2)),
+                "makespan",
+                "rate_1f1b_interleaved_all_dependencies",
+            ),
+            ("zb_h1", 1, "makespan", "rate_zb_h1"),
+            ("zb_h2", 1, "span", "rate_zb_h2"),
+        ):
+            ranks, microbatches = int(row["ranks"]), int(row["microbatches"])
+            plan = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=chunks)
+            forward, inputs, weights = (time / chunks for time in times)
+            link = Link(latency=comm)
+            costs = Costs(
+                forward=forward, backward_input=inputs, backward_weight=weights, link=link
             )
-            forward, inputs, weights = (time / stages_per_rank for time in times)
-            return simulate(
-                lower(plan) if lowered else plan,
-                Costs(
-                    forward=forward,
-                    backward_input=inputs,
-                    backward_weight=weights,
-                    link=Link(latency=comm),
-                ),
-            )
-
-        interleaved = row["rate_1f1b_interleaved_all_dependencies"]
-        assert four_digits(timeline("1f1b", 1).bubble()) == row["rate_1f1b"]
-        assert four_digits(timeline("interleaved_1f1b", chunks).bubble()) == interleaved
-        assert four_digits(timeline("zb_h1", 1).bubble()) == row["rate_zb_h1"]
-        assert four_digits(timeline("zb_h2", 1).bubble("span")) == row["rate_zb_h2"]
+            for each in (plan, lower(plan)):
+                bubble = simulate(each, costs).bubble("span" if by == "span" else "makespan")
+                assert f"{bubble:.4f}".removeprefix("0") == row[rate], name
 
     @pytest.mark.parametrize(("name", "live"), [("v_min", 4), ("v_half", 6), ("zbv", 8)])
     def test_v_schedules_at_unit_cost(self, name: str, live: int) -> None:
@@ -225,11 +207,6 @@ class TestTimeline:
         assert timeline.bubble() == pytest.approx(1 / 3)
         assert timeline.bubble("span") == pytest.approx(1 / 3)
 
-    def test_bubble_by_span_leaves_out_what_the_next_step_can_fill(self) -> None:
-        timeline = simulate(build("zbv", ranks=4, microbatches=8))
-        assert timeline.bubble() == pytest.approx(3 / 51)
-        assert timeline.bubble("span") == 0
-
     def test_critical_path_names_what_was_waited_for(self) -> None:
         costs = Costs(backward=(1.0, 2.0))
         path = simulate(build("gpipe", ranks=2, microbatches=2), costs).critical_path()
@@ -301,17 +278,14 @@ class TestCosts:
         ("values", "message"),
         [
             ({"forward": -1}, "forward must be a number from 0 up"),
-            ({"forward": "fast"}, "forward must be a number from 0 up"),
             ({"backward_weight": [1, [2]]}, "backward_weight must be a number"),
             ({"activation": 1.0, "kept_for_weight": 2.0}, "cannot be larger"),
-            ({"speed": 1}, "there is no cost 'speed'"),
+            ({"speed": 1}, "takes no 'speed'"),
             ({"link": {"latency": -1}}, "latency must be a number from 0 up"),
             ({"link": {"bandwidth": 0}}, "bandwidth must be more than 0"),
-            ({"link": {"colour": 0}}, "cannot be read"),
-            ({"link": {"bandwidth": None}}, "bandwidth must be a number"),
+            ({"link": {"colour": 0}}, "takes no 'colour'"),
             ({"comm_blocks": "no"}, "comm_blocks must be True or False, not 'no'"),
             ({"unit": 3}, "unit must be a text, not 3"),
-            ({"activation": None, "kept_for_weight": 1.0}, "activation must be a number from 0 up"),
         ],
     )
     def test_that_make_no_sense(self, values: dict[str, object], message: str) -> None:

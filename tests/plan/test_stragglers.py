@@ -12,7 +12,6 @@ from taktline.plan import Costs, Kind, Timeline, build, simulate, stragglers
 
 WORK = (1.0, 2.0, 3.0, 2.0)
 COUNTED = Costs(forward=WORK, backward_input=WORK, backward_weight=WORK)
-ALL = ["gpipe", "1f1b", "zb_h1"]
 
 
 def timeline(
@@ -26,21 +25,17 @@ def timeline(
     return simulate(build(schedule, ranks=4, microbatches=8), costs)
 
 
-@pytest.mark.parametrize("schedule", ALL)
-def test_nobody_is_slow(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_one_rank_or_none_is_slow(schedule: str) -> None:
     assert stragglers([timeline(schedule)], work=COUNTED) == []
-
-
-@pytest.mark.parametrize("schedule", ALL)
-@pytest.mark.parametrize("slow", range(4))
-def test_one_rank_is_slow(schedule: str, slow: int) -> None:
-    pace = tuple(1.8 if rank == slow else 1.0 for rank in range(4))
-    found = stragglers([timeline(schedule, pace)], work=COUNTED)
-    assert {(each.rank, each.stage, each.kind) for each in found} == {
-        (slow, slow, Kind.F),
-        (slow, slow, Kind.B),
-    }
-    assert all(each.factor == pytest.approx(1.8) for each in found)
+    for slow in range(4):
+        pace = tuple(1.8 if rank == slow else 1.0 for rank in range(4))
+        found = stragglers([timeline(schedule, pace)], work=COUNTED)
+        assert {(each.rank, each.stage, each.kind) for each in found} == {
+            (slow, slow, Kind.F),
+            (slow, slow, Kind.B),
+        }
+        assert all(each.factor == pytest.approx(1.8) for each in found)
 
 
 def test_only_the_forward() -> None:
@@ -87,17 +82,10 @@ def test_the_slowest_micro_batches_come_first() -> None:
     assert found.microbatches == (5, 2, 0)
 
 
-# A hundredth of a step is not worth a warning, however many times it takes.
-def test_small_costs_are_not_reported() -> None:
-    work = (1.0, 1.0, 1.0, 0.0001)
-    slow = simulate(
-        build("1f1b", ranks=4, microbatches=8),
-        Costs(forward=(1.0, 1.0, 1.0, 0.0004), backward_input=work, backward_weight=work),
-    )
-    assert (
-        stragglers([slow], work=Costs(forward=work, backward_input=work, backward_weight=work))
-        == []
-    )
+def test_less_than_a_hundredth_of_a_step_is_not_reported() -> None:
+    work = Costs(forward=(1.0, 1.0, 1.0, 0.0001))
+    slow = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=(1.0, 1.0, 1.0, 0.0004)))
+    assert stragglers([slow], work=work) == []
 
 
 def test_stages_without_work_and_one_rank_alone() -> None:
