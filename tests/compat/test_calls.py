@@ -57,21 +57,24 @@ def test_a_step_leaves_nothing_to_be_collected(stage_class: Any) -> None:
         gc.enable()
 
 
-def _whole_and_cut(rank: int, group: dist.ProcessGroup, calls: bool) -> None:
-    program = Program(group, 2, [rank], calls=calls)
-    schedule = ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn)
-    x, target = make_batch()
-    ready = [(part,) for part in x.chunk(4)]
-    schedule.step(*([x] if rank == 0 else []), target=target, arg_mbs=ready if rank == 0 else None)
+REFUSED: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+    "pass arg_mbs or the whole batch, not both": (RuntimeError, {"arg_mbs": [()] * 4}),
+    "losses must be a list but got a <class 'str'>": (TypeError, {"losses": "all"}),
+    "smaller than num_chunks": (AssertionError, {"rows": 2}),
+}
 
 
-@pytest.mark.processes
+@pytest.mark.parametrize("text", REFUSED)
 @pytest.mark.parametrize("calls", [False, True])
-def test_a_batch_whole_and_cut_is_refused(workers: Workers, calls: bool) -> None:
-    for error in workers.outcomes(_whole_and_cut, calls):
-        assert isinstance(error, BatchError)
-        assert isinstance(error, RuntimeError)
-        assert "pass arg_mbs or the whole batch, not both" in str(error)
+def test_what_a_step_refuses(fake_group: Any, calls: bool, text: str) -> None:
+    program = Program(fake_group, 1, [0], calls=calls)
+    schedule = ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn)
+    kind, options = REFUSED[text]
+    x, target = (value[: options.get("rows", 16)] for value in make_batch())
+    given = {name: value for name, value in options.items() if name != "rows"}
+    with pytest.raises(BatchError, match=text) as caught:
+        schedule.step(x, target=target, **given)
+    assert isinstance(caught.value, kind)
 
 
 class Odd(Exception):

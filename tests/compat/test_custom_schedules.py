@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from taktline.compat.torch_pipelining import schedules as compat
 from taktline.compat.torch_pipelining.schedules import (
@@ -243,24 +241,6 @@ def _by_hand(rank: int, group: dist.ProcessGroup) -> None:
 
 def test_a_step_written_by_hand(workers: Workers) -> None:
     workers.run(_by_hand)
-
-
-def _accumulate(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    program = Program(group, 2, [rank])
-    schedule = ByHand(program.stages[0], 4, loss_fn=loss_fn)
-    program.train(schedule, 1)
-    once = {
-        n: p.grad.clone() for n, p in program.modules[rank].named_parameters() if p.grad is not None
-    }
-    program.step(schedule)
-    for name, parameter in program.modules[rank].named_parameters():
-        torch.testing.assert_close(parameter.grad, 2 * once[name])
-    return once
-
-
-def test_gradients_of_several_steps_add_up(workers: Workers) -> None:
-    """torch divides by the number of micro-batches what earlier steps have left, too."""
-    assert all(workers.run(_accumulate))
 
 
 class Loud(Schedule1F1B):

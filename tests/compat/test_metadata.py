@@ -48,25 +48,6 @@ def test_stages_show_what_crosses_their_boundaries(workers: Workers) -> None:
     assert last == [(False, [False, False]), (True, [True, False])]
 
 
-def _modes(rank: int, group: dist.ProcessGroup) -> list[str]:
-    example = torch.zeros(PART, WIDTH, requires_grad=True)
-    whole: dict[str, Any] = {"input_args": example, "output_args": example}
-    part: dict[str, Any] = {"input_args": example}
-    none: dict[str, Any] = {}
-    modes = []
-    for first, last in ((none, none), (whole, whole), (whole, part)):
-        program = Program(group, 2, [rank], **(first if rank == 0 else last))
-        program.step(ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn))
-        modes.append(program.stages[0]._inference_mode.name)
-    return modes
-
-
-@SINCE_2_12
-@pytest.mark.processes
-def test_all_stages_agree_whether_shapes_are_known(workers: Workers) -> None:
-    assert workers.run(_modes) == [["DYNAMIC", "STATIC", "DYNAMIC"]] * 2
-
-
 def _announced_wrongly(rank: int, group: dist.ProcessGroup) -> str:
     wrong = torch.zeros(PART + rank, WIDTH, requires_grad=True)
     program = Program(group, 2, [rank], input_args=wrong)
@@ -81,22 +62,6 @@ def _announced_wrongly(rank: int, group: dist.ProcessGroup) -> str:
 def test_every_rank_raises_what_torch_raises_of_a_mismatch(workers: Workers) -> None:
     for told in workers.run(_announced_wrongly):
         assert told.startswith("rank 1: Stage 1 input[0]: shape mismatch: torch.Size([5, 8]) vs ")
-
-
-def _losses_as_text(rank: int, group: dist.ProcessGroup) -> str:
-    program = Program(group, 2, [rank])
-    schedule = ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn)
-    x = torch.zeros(BATCH, WIDTH)
-    given = {"target": x, "losses": "all"} if rank == 1 else {}
-    with pytest.raises(TypeError) as caught:
-        schedule.step(*([x] if rank == 0 else []), **given)
-    return str(caught.value)
-
-
-@pytest.mark.processes
-def test_losses_come_into_a_list(workers: Workers) -> None:
-    for told in workers.run(_losses_as_text):
-        assert "losses must be a list but got a <class 'str'>" in told
 
 
 @pytest.mark.usefixtures("fake_group")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
@@ -202,17 +201,17 @@ def test_a_stage_of_ones_own(workers: Workers) -> None:
 
 
 def _static(rank: int, group: dist.ProcessGroup) -> None:
-    """Some stages are told their shapes, or all, or all but one."""
+    """Some stages are told their shapes, or all, or all but one; all agree what is known."""
     example = torch.empty(BATCH // 4, WIDTH)
     for told in ((), (0,), (0, 1)):
         for calls in (False, True):
-            options: dict[str, Any] = (
-                {"input_args": example, "output_args": example} if rank in told else {}
-            )
-            program = Program(group, 2, [rank], calls=calls, **options)
+            known: dict[str, Any] = {"input_args": example, "output_args": example}
+            program = Program(group, 2, [rank], calls=calls, **(known if rank in told else {}))
             schedule = Schedule1F1B(program.stages[0], 4, loss_fn=loss_fn)
             program.train(schedule)
             assert schedule._on_ours is not calls
+            mode = "STATIC" if told == (0, 1) else "DYNAMIC"
+            assert program.stages[0]._inference_mode.name == mode
 
 
 @SINCE_2_12  # before, either all stages get shapes or none
@@ -221,27 +220,19 @@ def test_shapes_that_are_passed(workers: Workers) -> None:
     workers.run(_static)
 
 
-def _forward_only(rank: int, group: dist.ProcessGroup) -> float:
+def _forward_only(rank: int, group: dist.ProcessGroup) -> None:
     program = Program(group, 2, [rank])
     schedule = _ScheduleForwardOnly(program.stages[0], 4)
     x, _ = make_batch()
-    for _ in range(3):
+    for _ in range(2):
         output = schedule.step(*([x] if rank == 0 else []))
-        if rank == 0:
-            dist.recv(x, src=1, group=group)
-        else:
-            dist.send(output.detach(), dst=0, group=group)
-    expected, _ = make_batch()
-    with torch.no_grad():
-        for _ in range(3):
-            for layer in program.reference:
-                expected = layer(expected)
-    return float((x - expected).abs().max()) if rank == 0 else 0.0
+        if rank == 1:
+            torch.testing.assert_close(output, Unsplit(program.reference).output.detach())
 
 
 @pytest.mark.processes
 def test_forward_only(workers: Workers) -> None:
-    assert max(workers.run(_forward_only)) < 1e-5
+    workers.run(_forward_only)
 
 
 SCHEDULES = (
@@ -287,32 +278,6 @@ def test_gradients_of_a_weight_in_two_stages_add_up_over_steps() -> None:
         schedule.step(x, target=target)
         torch.testing.assert_close(layer.weight.grad, count * expected)
     assert not schedule._on_ours
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",
-        "0F0 0F1 1F0 1F1 1I0 1I1 0I0 0W0 1W0 1W1 0I1 0W1",
-        "0F1 1F1 1B1 0I1 0F0 0W1 1F0 1B0 0B0",
-    ],
-)
-@pytest.mark.usefixtures("fake_group")
-def test_neighbours_on_one_rank(rows: str) -> None:
-    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-    unsplit = Unsplit(copy.deepcopy(layers))
-    x, target = make_batch()
-    stages = [PipelineStage(layer, index, 2, CPU) for index, layer in enumerate(layers)]
-    for form in ("compute_only", "compute_comms"):
-        schedule = _PipelineScheduleRuntime(stages, 2, loss_fn=loss_fn)
-        schedule._prepare_schedule_with_comms(
-            {0: [_Action.from_str(text) for text in rows.split()]}, format=form
-        )
-        layers.zero_grad()
-        losses: list[Tensor] = []
-        schedule.step(x, target=target, losses=losses)
-        torch.testing.assert_close(torch.stack(losses).mean(), unsplit.loss)
-        unsplit.check(dict(enumerate(layers)))
 
 
 def test_a_mock_for_a_stage() -> None:

@@ -79,18 +79,6 @@ def test_a_step_says_that_stages_are_initialized(workers: Workers, name: str) ->
     workers.run(_initialized, name)
 
 
-def _too_small(rank: int, group: dist.ProcessGroup) -> None:
-    program = Program(group, 2, [rank])
-    schedule = make("ScheduleGPipe", program, 4)
-    x, target = (value[:2] for value in make_batch())
-    with pytest.raises(AssertionError, match="smaller than num_chunks"):
-        schedule.step(x, target=target)
-
-
-def test_a_batch_that_is_too_small_is_an_assertion_error(workers: Workers) -> None:
-    workers.run(_too_small)
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
