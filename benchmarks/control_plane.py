@@ -33,10 +33,10 @@ def serve(process: int, size: int, path: str, pipe: Connection) -> None:
     pipe.send(None)
     pipe.recv()
     plane = Plane(store, process, size, "benchmark")
-    while plane._links.missing:
+    while plane.missing:
         time.sleep(0.002)
     threads = sum(thread.name == "taktline control" for thread in threading.enumerate())
-    pipe.send((time.monotonic(), len(plane._links.connected), threads))
+    pipe.send((time.monotonic(), len(plane.connected), threads))
     while not plane.news.gone:
         time.sleep(0.002)
     pipe.send((time.monotonic(), *plane.news.gone))
@@ -89,7 +89,7 @@ def simulated(size: int) -> str:
     simulation.kill(size // 2)
     hops, _ = simulation.hear_of({size // 2})
     return (
-        f"{size:5} simulated   {max(len(p._links.connected) for p in simulation.planes):3} "
+        f"{size:5} simulated   {max(len(p.connected) for p in simulation.planes):3} "
         f"connections and 1 thread each   connected after {rounds:3} rounds, {connecting:.0f} "
         f"messages each   all know of a death after {hops} hops, "
         f"{(simulation.messages - before) / size:.0f} messages each"

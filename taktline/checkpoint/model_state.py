@@ -16,8 +16,8 @@ from taktline.errors import CheckpointError, JsonError, MismatchError, TaktlineE
 from taktline.runtime.schedule import Schedule
 from taktline.stage.names import declared, named_buffers, named_parameters
 from taktline.transport import Transport, transport_of
+from taktline.transport.base import Alone
 from taktline.transport.exchange import restored, retold, share_values, written
-from taktline.transport.one_rank import Alone
 
 
 class Held(NamedTuple):

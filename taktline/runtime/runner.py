@@ -50,9 +50,8 @@ from taktline.stage import PipelineStage
 from taktline.stage.names import Blueprint
 from taktline.text import by_rank, counted
 from taktline.transport import Channel, Transport, transport_of
+from taktline.transport.base import Alone, Turn
 from taktline.transport.distributed import Distributed
-from taktline.transport.one_rank import Alone
-from taktline.transport.turn import Turn
 
 _REMEMBERED = 8
 """The most kinds of steps whose programs are kept."""

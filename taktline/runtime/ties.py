@@ -26,7 +26,7 @@ from taktline.sharding import Sharding, is_sharded, local
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import named_parameters
 from taktline.transport import Channel, Transport
-from taktline.transport.one_rank import Alone
+from taktline.transport.base import Alone
 
 T = TypeVar("T")
 

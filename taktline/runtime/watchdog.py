@@ -70,7 +70,7 @@ class Watch:
         self._thread, self._leaves_at = threading.get_ident(), math.inf
         self._mark, self._since, self._reported = None, time.monotonic(), False
         plane = self._transport.plane
-        plane.state, plane.watched = self._state, (*plane.watched, self)
+        plane.news.state, plane.watched = self._state, (*plane.watched, self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,7 +78,7 @@ class Watch:
         plane = self._transport.plane
         plane.watched = tuple(each for each in plane.watched if each is not self)
         outer = [each for each in plane.watched if isinstance(each, Watch)]
-        plane.state = outer[-1]._state if outer else _idle
+        plane.news.state = outer[-1]._state if outer else _idle
 
     def tick(self) -> None:
         """Check whether the step goes on; called on the plane's thread, some times a second."""

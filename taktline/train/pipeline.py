@@ -32,7 +32,7 @@ from taktline.train.preemption import PREEMPTED, Preemption
 from taktline.train.stage_table import Boundaries
 from taktline.train.steps import Metrics, Outputs, progress
 from taktline.train.verify import Verification, verify
-from taktline.transport.turn import Turn
+from taktline.transport.base import Turn
 
 T = TypeVar("T")
 

@@ -27,11 +27,11 @@ from taktline.private import private
 from taktline.stage.grad_sync import sync_of
 from taktline.text import counted
 from taktline.transport import Transport, transport_of
+from taktline.transport.base import Alone
 from taktline.transport.communicators import default_group, timeout_of
 from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import share_error, share_floats
 from taktline.transport.local import refuse_inside
-from taktline.transport.one_rank import Alone
 
 PIPELINE = "pp"
 _DATA = ("dp", "ddp", "fsdp")

@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 
 from taktline.transport import local
-from taktline.transport.base import Channel, Handle, Post, Transport
+from taktline.transport.base import Alone, Channel, Handle, Post, Transport
 from taktline.transport.codec import register_container
 from taktline.transport.communicators import default_group
 from taktline.transport.distributed import Distributed
-from taktline.transport.one_rank import Alone
 
 __all__ = ["Channel", "Handle", "Post", "Transport", "local", "register_container", "transport_of"]
 

@@ -1,11 +1,18 @@
-"""The interface of a transport: channels between ranks, and an exchange of numbers."""
+"""The interface of a transport: channels between ranks, and an exchange of numbers.
+
+Also what is the same over all transports: that of a single rank, and turns of threads.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import NamedTuple, Protocol
 
 import torch
+
+from taktline.errors import TransportError, UseError
 
 
 class Channel(NamedTuple):
@@ -87,9 +94,72 @@ class Transport(Protocol):
         ...
 
 
+class Alone:
+    """The transport of a pipeline that runs on one rank."""
+
+    rank = 0
+    size = 1
+
+    def open(self, channels: Sequence[Channel]) -> None:
+        """There are no channels to open."""
+        for channel in channels:
+            self.sender(channel)
+
+    def sender(self, channel: Channel, *, eager: bool = False) -> Post:
+        """There is no rank to send to."""
+        raise TransportError(f"{channel}: this process is the only rank; start the others, too")
+
+    def receiver(self, channel: Channel) -> Post:
+        """There is no rank to receive from."""
+        return self.sender(channel)
+
+    def exchange(
+        self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
+    ) -> list[list[int]]:
+        """The numbers of the only rank."""
+        return [list(numbers)]
+
+
 class Watched(Protocol):
     """A step that is running."""
 
     def tick(self) -> None:
         """Look at the step; called some times a second."""
         ...
+
+
+class Turn:
+    """A block for one thread at a time: a second thread is refused, and so is a nested block."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._lock = threading.Lock()
+        self._thread = ""
+        self._outer: tuple[Turn, ...] = ()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise UseError(self._story())
+        self._thread = threading.current_thread().name
+        self._outer = _inside.get()
+        _inside.set((*self._outer, self))
+
+    def __exit__(self, *_: object) -> None:
+        _inside.set(self._outer)
+        self._lock.release()
+
+    def _story(self) -> str:
+        if self in _inside.get():
+            return (
+                f"{self._what} is running, and was called again from inside: by a stage's forward, "
+                "a loss function or a hook; call it from outside"
+            )
+        return (
+            f"{self._what} is running in thread {self._thread!r}, and was called from thread "
+            f"{threading.current_thread().name!r}; it runs once at a time: let the threads wait "
+            "for each other, or use one for each"
+        )
+
+
+# In the context rather than by thread: the ranks of local.run have threads of their own.
+_inside: ContextVar[tuple[Turn, ...]] = ContextVar("inside", default=())

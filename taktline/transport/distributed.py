@@ -1,4 +1,16 @@
-"""Ranks as processes, over torch.distributed: gloo or nccl."""
+"""Ranks as processes, over torch.distributed: gloo or nccl.
+
+Numbers are gathered over plain sockets. Up to four ranks send theirs to each other directly. More
+ranks pass on what they have to the rank 1, 2, 4, … places further, so that all have everything
+after as many rounds as the number of ranks has binary digits::
+
+    rank 0  ──►  rank 1      round 1: one rank's numbers
+    rank 0  ──►  rank 2      round 2: the numbers of two ranks
+    rank 0  ──►  rank 4      round 3: the numbers of four ranks
+
+Not a collective of gloo: if one of its writes fails while another rank's message comes in, two of
+its threads deadlock.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from taktline.errors import StageError, TaktlineError, TransportError, text_of
-from taktline.transport.all_gather import AllGather, agreed, framed
-from taktline.transport.base import Channel, Post
+from taktline.transport.base import Channel, Handle, Post
 from taktline.transport.communicators import (
     Communicator,
     backend_of,
@@ -24,12 +35,16 @@ from taktline.transport.communicators import (
     symptoms_of,
     timeout_of,
 )
-from taktline.transport.control_plane import PeerFailure, Plane
-from taktline.transport.exchange import written
+from taktline.transport.control_plane import Member, PeerFailure, Plane
+from taktline.transport.exchange import Frame, agreed, framed, written
 from taktline.transport.lanes import Lane
-from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
+from taktline.transport.news import OUTSIDE, Cause, Verdict
 
 _CPU = torch.device("cpu")
+_NOTHING = torch.empty(0)
+"""Frames go as the marks of a message, without a tensor."""
+_FEW = 4
+"""The most ranks that all send their numbers to each other directly."""
 
 _NEWS_SECONDS, _LATE_NEWS_SECONDS = 1.6, 0.25
 """How long to wait for the verdict when a connection has ended, or a wait has timed out."""
@@ -47,6 +62,105 @@ _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, Distributed]] = WeakKeyDi
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many transports this process has made for a group; all processes make equally many."""
+
+
+class AllGather:
+    """The lanes of one rank to the ranks that it exchanges numbers with.
+
+    Args:
+        plane: the control plane, by which the ranks connect.
+        member: the group of their processes, which have met.
+        rank: the rank of this process.
+        seconds: the timeout of each wait.
+    """
+
+    def __init__(self, plane: Plane, member: Member, rank: int, seconds: float) -> None:
+        self._rank, self._size = rank, len(member.processes)
+        self._rounds = _rounds(self._size)
+        self._lanes: dict[int, Lane] = {}
+        for peer in _peers_of(rank, self._size):
+            process = member.processes[peer]
+            connection = plane.connect(member, process, "numbers", seconds)
+            self._lanes[peer] = Lane(connection, seconds, partial(PeerFailure, [process]))
+        self._unread = {peer: bytearray() for peer in self._lanes}
+
+    def exchange(self, mine: bytes) -> list[Frame]:
+        """Send the frame of this rank, and return the frames of all."""
+        try:
+            return self._exchange(mine)
+        except PeerFailure:
+            self.shut()  # so that no rank waits for what this one cannot pass on
+            raise
+
+    def _exchange(self, mine: bytes) -> list[Frame]:
+        rank, size = self._rank, self._size
+        frames = {rank: mine}
+        for ways in self._rounds:
+            messages = {
+                (rank + way) % size: b"".join(frames[(rank - back) % size] for back in range(count))
+                for way, count in ways
+            }
+            leaving = self._send(messages)
+            for way, count in ways:
+                source = (rank - way) % size
+                for back, frame in enumerate(self._receive(source, count)):
+                    frames[(source - back) % size] = frame
+            for message in leaving:
+                message.wait()
+        return [Frame.read(frames[peer]) for peer in range(size)]
+
+    def _send(self, messages: dict[int, bytes]) -> list[Handle]:
+        """Send each message, even if a rank is lost: the others wait for theirs."""
+        leaving: list[Handle] = []
+        failures: list[PeerFailure] = []
+        for peer, data in messages.items():
+            try:
+                leaving.append(self._lanes[peer].send(_NOTHING, data))
+            except PeerFailure as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+        return leaving
+
+    def _receive(self, peer: int, count: int) -> list[bytes]:
+        """The next frames of a rank."""
+        data, found, at = self._unread[peer], [], 0
+        while len(found) < count:
+            size = Frame.size(data, at, peer)
+            if size is None or len(data) - at < size:
+                data += self._lanes[peer].take()
+                continue
+            found.append(bytes(data[at : at + size]))
+            at += size
+        del data[:at]
+        return found
+
+    def shut(self) -> None:
+        """End every wait, here and at the other ends; from any thread."""
+        for lane in self._lanes.values():
+            lane.shut()
+
+
+def _peers_of(rank: int, size: int) -> list[int]:
+    """The ranks with which a rank has connections, by the number of ranks.
+
+    >>> _peers_of(0, 4), _peers_of(0, 8)
+    ([1, 2, 3], [1, 2, 4, 6, 7])
+    """
+    ways = {way for ways in _rounds(size) for way, _ in ways}
+    return sorted({(rank + sign * way) % size for way in ways for sign in (1, -1)})
+
+
+def _rounds(size: int) -> list[list[tuple[int, int]]]:
+    """For each round, how much further a rank sends, and the frames of how many ranks.
+
+    >>> _rounds(3), _rounds(6)
+    ([[(1, 1), (2, 1)]], [[(1, 1)], [(2, 2)], [(4, 2)]])
+    """
+    if size <= _FEW:
+        return [[(way, 1) for way in range(1, size)]]
+    ways = [1 << digit for digit in range((size - 1).bit_length())]
+    return [[(way, min(way, size - way))] for way in ways]
 
 
 def _was_cut_off(error: BaseException | None) -> bool:
@@ -176,10 +290,13 @@ class Distributed:
         """Make new connections, on every rank; messages under way are lost."""
         if gone := [process for process in self.processes if process in self.plane.news.gone]:
             raise Verdict(Cause.LOST, gone[0]).error(self.processes)
-        self.plane.leave(self._member)
         self._disconnect()
         self.plane.join(self._member)
-        self.exchange([], "reconnect()")
+        try:
+            self.exchange([], "reconnect()")
+        except BaseException as error:  # such as Ctrl-C
+            self.raised(error)
+            raise
 
     def _leave(self, verdict: Verdict) -> None:
         """End every wait for these ranks; on the control thread."""
@@ -250,7 +367,7 @@ class Distributed:
         """The communicator of a channel, made by both of its ranks."""
         if self.verdict is not None:
             raise self._error(self.verdict)
-        store = PrefixStore(f"{channel}/{self._member.meeting}", self._store)
+        store = PrefixStore(f"{channel}/{self._member.place}", self._store)
         peer = sum(ends_of(channel)) - self.rank
         return Communicator.connect(
             self._backend,

@@ -9,20 +9,6 @@ Neighbours find each other's addresses in the store, once. Of two processes the 
 number calls the other. A socket that ends while its process lives is replaced.
 
 All this is done in rounds, in which a process calls the missing ones, or sees whether they listen.
-
-A message is a kind and a body, as JSON, with its length first::
-
-    hello     the first message: where the sender can be called; then all news that it knows
-    beat      what the sender is doing, twice a second
-    goodbye   the last message of a program that ends in order
-
-The others are news, which everyone has to know::
-
-    gone      a process that is not there any more, and why
-    ask       the question what all are doing
-    state     what a process is doing
-    verdict   why a process leaves its groups, and which one has said so
-    at        that a process has come to a place, or has left it
 """
 
 from __future__ import annotations
@@ -31,20 +17,27 @@ import json
 import math
 import selectors
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from taktline.checks import Either, conform, read
+from taktline.checks import read
 from taktline.errors import JsonError, LostRankError
-from taktline.transport.sockets import ADDRESS, CONTROL, Address, Caller, Listener, call, ready
-from taktline.transport.verdict import Cause, Verdict
+from taktline.transport.news import ENDED, LENGTH, LOST, decode, encode
+from taktline.transport.sockets import (
+    ADDRESS,
+    CONTROL,
+    Address,
+    Caller,
+    Listener,
+    call,
+    own_host,
+    ready,
+)
 
 _CONNECT_SECONDS = 0.5
 _FIRST_PAUSE, _PAUSE = 0.02, 0.25
@@ -53,81 +46,10 @@ _REFUSED_SECONDS = 0.25
 """How long a process that was never connected refuses calls before it counts as ended."""
 _PROBES = 12
 """How often a process that does not call is tried: it may be stopped."""
-_LENGTH = struct.Struct("<I")
 _MOST = 1 << 20
 """More bytes than a message has."""
 _UNSENT = 1 << 22
 """How many unread bytes show that a neighbour does not listen any more."""
-_WHAT = "a message of the control plane"
-
-
-class State(NamedTuple):
-    """What a process has said that it is doing."""
-
-    process: int
-    number: int
-    """How often it has said so."""
-    age: float
-    """How many seconds ago."""
-    text: str
-    busy: bool
-    """Whether it is in a step."""
-
-
-class At(NamedTuple):
-    """That a process has come to a place, or has left it because of a verdict."""
-
-    process: int
-    number: int
-    """Increases with each of the process."""
-    place: str
-    came: int
-    """The number of its latest coming; 0 if it never came."""
-    address: Address | None
-    """Where it can be called; None if it has left."""
-    verdict: int
-    """The number of the verdict, if it has left."""
-
-
-_SHAPES: dict[str, Any] = {
-    "hello": ADDRESS,
-    "beat": (int, int, float, str, bool),
-    "goodbye": None,
-    "gone": (int, str),
-    "ask": int,
-    "state": (int, int, float, str, bool),
-    "verdict": (int, (str, int, str, str, str, int)),
-    "at": (int, int, str, int, Either(None, ADDRESS), int),
-}
-
-
-def encode(kind: str, body: Any = None) -> bytes:
-    """The bytes of a message, with their length first."""
-    data = json.dumps([kind, body], default=astuple).encode()
-    return _LENGTH.pack(len(data)) + data
-
-
-def decode(data: bytes) -> tuple[str, Any]:
-    """The kind and the body of a message; raises a :class:`JsonError` if it is none.
-
-    >>> decode(encode("gone", (3, "is lost"))[4:])
-    ('gone', (3, 'is lost'))
-    """
-    kind, body = read(data, (str, object), what=_WHAT)
-    if kind not in _SHAPES:
-        raise JsonError(_WHAT, f"no kind is {kind[:40]!r}")
-    conform(body, _SHAPES[kind], what=_WHAT)
-    if kind in ("beat", "state"):
-        return kind, State(*body)
-    if kind == "at":
-        at = At(*body)
-        return kind, at._replace(address=at.address and tuple(at.address))
-    if kind == "verdict":
-        cause, *rest = body[1]
-        if cause not in list(Cause):
-            raise JsonError(_WHAT, f"nothing is {cause[:40]!r}")
-        return kind, (body[0], Verdict(Cause(cause), *rest))
-    return kind, tuple(body) if isinstance(body, list) else body
 
 
 def neighbours(process: int, size: int) -> list[int]:
@@ -140,37 +62,16 @@ def neighbours(process: int, size: int) -> list[int]:
     return sorted({(process + sign * way) % size for way in ways for sign in (1, -1)})
 
 
-@contextmanager
-def _answering() -> Iterator[None]:
-    """Inside, the store is used; raises if it is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostRankError(
-            "rank 0 is lost: the store of the process group, which it or a launcher keeps, "
-            "does not answer. Look at the output of both; restart all ranks",
-            peer=0,
-        ) from error
-
-
 class Network:
     """How a process reaches others: by sockets. A simulation has another network."""
 
     threaded = True
     """Whether a thread serves the sockets."""
     now = staticmethod(time.monotonic)
-
-    def selector(self) -> Any:
-        """What waits for sockets."""
-        return selectors.DefaultSelector()
-
-    def pair(self) -> tuple[Any, Any]:
-        """Two connected sockets in this process."""
-        return socket.socketpair()
-
-    def listen(self, host: str) -> Any:
-        """A listener."""
-        return Listener(host)
+    selector: Any = selectors.DefaultSelector
+    """What waits for sockets."""
+    pair: Any = staticmethod(socket.socketpair)
+    listen: Any = Listener
 
     def call(self, address: Address, process: int) -> Any:
         """A socket to another process, which hears the number of this one."""
@@ -198,7 +99,7 @@ class Link:
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]
 
-    def read(self) -> list[tuple[str, Any]] | None:
+    def read(self) -> list[bytes] | None:
         """The messages that have arrived; None if the socket has ended or sent anything else."""
         try:
             data = self.socket.recv(1 << 16)
@@ -209,18 +110,15 @@ class Link:
         if not data:
             return None
         self._unread += data
-        found: list[tuple[str, Any]] = []
-        try:
-            while len(self._unread) >= _LENGTH.size:
-                end = _LENGTH.size + _LENGTH.unpack_from(self._unread)[0]
-                if end > _MOST:
-                    return None
-                if len(self._unread) < end:
-                    break
-                found.append(decode(bytes(self._unread[_LENGTH.size : end])))
-                del self._unread[:end]
-        except JsonError:
-            return None
+        found: list[bytes] = []
+        while len(self._unread) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._unread)[0]
+            if end > _MOST:
+                return None
+            if len(self._unread) < end:
+                break
+            found.append(bytes(self._unread[:end]))
+            del self._unread[:end]
         return found
 
 
@@ -230,71 +128,73 @@ class _Neighbour:
 
     address: Address | None = None
     link: Link | None = None
-    """Its socket; None until it has answered a call."""
-    called: bool = False
-    """Whether it was called, and has not answered yet."""
     met: bool = False
-    """Whether it has ever been connected."""
+    """Whether it has ever said anything."""
     gone: bool = False
     probes: int = 0
     refuses_since: float = math.inf
 
 
-class Links:
-    """A socket to each neighbour; used on the control thread, but for :meth:`write`.
+class Ring:
+    """A socket to each neighbour, used on the control thread; :meth:`_write` on any thread.
 
     Args:
         store: where the processes find each other's addresses, under ``name``.
         process: the number of this process, of ``size``.
         network: how others are reached.
-        lock: held while anything is written, taken, or said to be gone.
-        here: the processes that have come, as far as is known.
-        news: returns the messages of all news, for a neighbour that has just connected.
-        take: called with each message: its sender, kind and body.
-        arrived: called with each caller that does not belong to the control plane.
-        gone: called when a process has ended, with whether it has said goodbye.
     """
 
     def __init__(
-        self,
-        store: Store,
-        process: int,
-        size: int,
-        name: str,
-        network: Network,
-        host: str,
-        lock: threading.RLock,
-        here: Collection[int],
-        *,
-        news: Callable[[], bytes],
-        take: Callable[[int, str, Any], None],
-        arrived: Callable[[Caller], None],
-        gone: Callable[[int, bool], None],
+        self, store: Store, process: int, size: int, name: str, network: Network | None = None
     ) -> None:
-        self._process, self._network, self._lock, self._here = process, network, lock, here
-        self._news, self._take, self._arrived, self._gone = news, take, arrived, gone
-        self.neighbours = neighbours(process, size)
-        self._known = {number: _Neighbour() for number in self.neighbours}
-        with _answering():
+        self.process = process
+        self._network = network = network or Network()
+        self._now = network.now
+        self._lock = threading.RLock()
+        """Held while anything is written, taken, or said to be gone."""
+        self._known = {number: _Neighbour() for number in neighbours(process, size)}
+        self._rounds = 0
+        self._due = 0.0
+        """When the next round is due."""
+        self._listener = network.listen(own_host(store))
+        self.address: Address = self._listener.address
+        try:
             store.check([""])  # to connect to one that is gone takes its whole timeout
             # A connection of its own, for another thread.
             own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
             self._store = PrefixStore(name, own)
-        self._listener = network.listen(host)
-        self.address: Address = self._listener.address
+            self._store.set(str(process), json.dumps(self.address))
+        except RuntimeError as error:
+            self._listener.close()
+            raise LostRankError(
+                "rank 0 is lost: the store of the process group, which it or a launcher keeps, "
+                "does not answer. Look at the output of both; restart all ranks",
+                peer=0,
+            ) from error
         self._selector = network.selector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         reader, self._waker = network.pair()
         self._selector.register(reader, selectors.EVENT_READ, lambda: reader.recv(4096))
-        self._rounds = 0
-        self.due = 0.0
-        """When to call :meth:`look` next."""
-        try:
-            with _answering():
-                self._store.set(str(process), json.dumps(self.address))
-        except LostRankError:
-            self.close()
-            raise
+
+    # What a plane does with what arrives.
+
+    def _take(self, source: int, kind: str, body: Any, data: bytes) -> None:
+        """Take a message of a neighbour."""
+        raise NotImplementedError
+
+    def _keep(self, caller: Caller) -> None:
+        """Take a caller that does not belong to the control plane."""
+        raise NotImplementedError
+
+    def _note_gone(self, process: int, how: str) -> None:
+        """Note that a process is not there any more, and why."""
+        raise NotImplementedError
+
+    def _lasting(self) -> bytes:
+        """All that a neighbour has to know that has just connected."""
+        raise NotImplementedError
+
+    # Rounds.
 
     @property
     def connected(self) -> list[int]:
@@ -306,10 +206,10 @@ class Links:
         """The neighbours that are not connected, and not known to have ended."""
         return [p for p, near in self._known.items() if near.link is None and not near.gone]
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Call the neighbours that can be found by now, and see which have ended."""
-        now = self._network.now()
-        if now < self.due:
+        now = self._now()
+        if now < self._due:
             return
         for process in self.missing:
             self._look_for(process, self._known[process])
@@ -318,54 +218,24 @@ class Links:
             self._end(process)
         self._rounds += 1
         pause = _FIRST_PAUSE * self._rounds if self.missing else _PAUSE
-        self.due = now + min(pause, _PAUSE)
-
-    def wait(self, seconds: float) -> None:
-        """Wait until something arrives, or :meth:`wake` is called, and take it."""
-        found = self._selector.select(seconds)
-        with self._lock:
-            for key, _ in found:
-                key.data()
-            self._accept()  # also to drop callers that say nothing
-
-    def wake(self) -> None:
-        """End the wait; from any thread."""
-        with suppress(OSError):
-            self._waker.send(b"\0")
-
-    def write(self, process: int, data: bytes) -> None:
-        """Send a message, if the neighbour is connected."""
-        if link := self._known[process].link:
-            link.write(data)
-
-    def close(self) -> None:
-        """Close all sockets; in a forked process, those of its parent stay open."""
-        for key in list((self._selector.get_map() or {}).values()):
-            if key.fileobj is not self._listener:
-                key.fileobj.close()
-        self._selector.close()
-        self._listener.close()
-        self._waker.close()
-
-    def forget(self) -> None:
-        """Remove the address from the store, where later groups of this process meet, too."""
-        with suppress(RuntimeError):  # the store may be gone
-            self._store.delete_key(str(self._process))
+        self._due = now + min(pause, _PAUSE)
 
     def _look_for(self, process: int, near: _Neighbour) -> None:
         """Call a process, or see whether it lives."""
-        if near.called or (process > self._process and near.probes >= _PROBES):
+        if process > self.process and near.probes >= _PROBES:
             return
         try:
             if near.address is None and self._store.check([str(process)]):
                 near.address = read(self._store.get(str(process)), ADDRESS, what="an address")
         except (RuntimeError, JsonError) as error:  # it cannot be found any more
             near.gone = True
-            if isinstance(error, RuntimeError):  # the store is gone
-                self._gone_with_store()
+            # The process that kept the store is gone, too, unless it is known to live.
+            if isinstance(error, RuntimeError) and not self._has_come(0):
+                with self._lock:
+                    self._note_gone(0, LOST)
         if near.address is None:
             return
-        now = self._network.now()
+        now = self._now()
         if not near.address[1]:  # it has ended, see leave_word
             # Before any that has left since, perhaps because of this one.
             near.refuses_since = min(near.refuses_since, now - _REFUSED_SECONDS / 2)
@@ -381,65 +251,86 @@ class Links:
                 near.refuses_since = min(near.refuses_since, now)
                 near.address = None  # perhaps that of an earlier process
 
-    def _gone_with_store(self) -> None:
-        """The process that kept the store is gone, too, unless it is known to live."""
-        with self._lock:
-            if 0 not in self._here:
-                self._gone(0, False)
+    def _has_come(self, process: int) -> bool:
+        """Whether a process has come, as far as is known."""
+        raise NotImplementedError
 
     def _reach(self, process: int, near: _Neighbour, address: Address) -> None:
         """Call a process with a lower number; see whether one with a higher number listens.
 
         A process listens as long as it lives, even while it is stopped, and will call this one.
         """
-        if process > self._process:
+        if process > self.process:
             self._network.probe(address)
-            return
-        link = Link(self._network.call(address, self._process))
-        near.called = True
-        self._selector.register(
-            link.socket, selectors.EVENT_READ, lambda: self._read(process, near, link)
-        )
+        else:
+            connection = self._network.call(address, self.process)
+            with self._lock:
+                self._connect(process, near, connection)
+
+    def _end(self, process: int) -> None:
+        """Note that a process has ended without a goodbye."""
+        self._known[process].gone = True
+        with self._lock:
+            self._note_gone(process, LOST)
+
+    # Sockets. What follows is called with the lock.
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until something arrives, or :meth:`_wake` is called, and take it."""
+        found = self._selector.select(seconds)
+        with self._lock:
+            for key, _ in found:
+                key.data()
+            self._accept()  # also to drop callers that say nothing
+
+    def _wake(self) -> None:
+        """End the wait; from any thread."""
+        with suppress(OSError):
+            self._waker.send(b"\0")
+
+    def _write(self, process: int, data: bytes) -> None:
+        """Send a message, if the neighbour is connected."""
+        if link := self._known[process].link:
+            link.write(data)
 
     def _accept(self) -> None:
         for caller in self._listener.accept():
             near = self._known.get(caller.number)
             if caller.purpose != CONTROL:
-                self._arrived(caller)
+                self._keep(caller)
             elif near is None:
                 caller.socket.close()
             else:
-                self._answer(caller, near)
+                near.met = True
+                self._connect(caller.number, near, ready(caller.socket))
 
-    def _answer(self, caller: Caller, near: _Neighbour) -> None:
-        link = Link(ready(caller.socket))
-        self._selector.register(
-            link.socket, selectors.EVENT_READ, lambda: self._read(caller.number, near, link)
-        )
-        self._connect(caller.number, near, link)
-
-    def _read(self, process: int, near: _Neighbour, link: Link) -> None:
-        messages = link.read()
-        if messages is None:
-            self._lose(process, near, link)
-            return
-        if messages and near.link is not link:  # it has answered
-            self._connect(process, near, link)
-        for kind, body in messages:
-            if kind == "goodbye":
-                link.said_goodbye = True
-            elif kind == "hello":
-                near.address = body  # the store may be gone when this process has to be called
-            else:
-                self._take(process, kind, body)
-
-    def _connect(self, process: int, near: _Neighbour, link: Link) -> None:
-        """Note a neighbour that has called, or has answered, and greet it."""
+    def _connect(self, process: int, near: _Neighbour, connection: socket.socket) -> None:
+        """Note the socket of a neighbour, and greet it."""
         if near.link is not None:
             self._drop(near.link)  # the other process has noticed first that this one has ended
-        near.link, near.met, near.called = link, True, False
+        near.link = link = Link(connection)
         near.probes, near.refuses_since = 0, math.inf
-        link.write(encode("hello", self.address) + self._news())
+        self._selector.register(
+            connection, selectors.EVENT_READ, lambda: self._read(process, near, link)
+        )
+        link.write(encode("hello", self.address) + self._lasting())
+
+    def _read(self, process: int, near: _Neighbour, link: Link) -> None:
+        try:
+            messages = link.read()
+            for data in messages or ():
+                kind, body = decode(data[LENGTH.size :])
+                near.met = True
+                if kind == "goodbye":
+                    link.said_goodbye = True
+                elif kind == "hello":
+                    near.address = body  # the store may be gone when it has to be called
+                else:
+                    self._take(process, kind, body, data)
+        except JsonError:
+            messages = None
+        if messages is None:
+            self._lose(process, near, link)
 
     def _drop(self, link: Link) -> None:
         with suppress(KeyError, ValueError):
@@ -449,18 +340,22 @@ class Links:
     def _lose(self, process: int, near: _Neighbour, link: Link) -> None:
         """Let go of a socket that has ended: with its process, or alone."""
         self._drop(link)
-        near.called = False
         if near.link is not link:
             return
         near.link = None
         if link.said_goodbye:
             near.gone = True
-            self._gone(process, True)
+            self._note_gone(process, ENDED)
+        elif near.met:
+            self._due = 0.0
         else:
-            self.due = 0.0
+            near.address = None  # perhaps that of an earlier process
 
-    def _end(self, process: int) -> None:
-        """Note that a process has ended without a goodbye."""
-        self._known[process].gone = True
-        with self._lock:
-            self._gone(process, False)
+    def _close_sockets(self) -> None:
+        """Close all sockets; in a forked process, those of its parent stay open."""
+        for key in list((self._selector.get_map() or {}).values()):
+            if key.fileobj is not self._listener:
+                key.fileobj.close()
+        self._selector.close()
+        self._listener.close()
+        self._waker.close()

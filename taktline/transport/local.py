@@ -28,8 +28,8 @@ import torch
 from taktline.checks import check, check_callable, known_keywords
 from taktline.errors import DeadlockError, TransportError
 from taktline.text import counted
-from taktline.transport.all_gather import Frame, agreed
 from taktline.transport.base import Channel, Handle, Post, bytes_of
+from taktline.transport.exchange import Frame, agreed
 
 MOST_RANKS = 1024
 """Of one process: each has a thread."""

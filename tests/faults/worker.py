@@ -138,7 +138,7 @@ class Rank:
 
     def address(self) -> Answer:
         """Where the control plane of this process listens."""
-        return Answer(time.monotonic(), where=Plane.current()._links.address)
+        return Answer(time.monotonic(), where=Plane.current().address)
 
     def checkpoint(self, call: str, folder: str, victim: int, how: str) -> Answer:
         """Save or load, where the data of one rank hangs."""

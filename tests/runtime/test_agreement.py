@@ -14,8 +14,8 @@ from taktline.runtime.introduction import INTRODUCTION, first_difference, misfit
 from taktline.runtime.introduction import digest as digest_of
 from taktline.stage.names import OPTION
 from taktline.transport import local, transport_of
+from taktline.transport.base import Alone
 from taktline.transport.exchange import share_values
-from taktline.transport.one_rank import Alone
 
 OF_ONE_BATCH = (
     "pass arguments and target of one batch, with as many entries for each row, or say with "

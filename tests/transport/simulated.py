@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, cast
 
 from torch._C._distributed_c10d import HashStore
 
-from taktline.transport.control_plane import PeerFailure, Plane
+from taktline.transport.control_plane import Member, PeerFailure, Plane
 from taktline.transport.links import Network
 from taktline.transport.sockets import CONTROL, Address, Caller
-from taktline.transport.verdict import Member
 
 HOP_SECONDS = 0.001
 PIPELINE = 8
@@ -222,7 +221,7 @@ class Simulation(Network):
 
     def connect(self) -> int:
         """Let all processes meet; how many rounds that took."""
-        return self.run(lambda: not any(plane._links.missing for plane in self.planes))
+        return self.run(lambda: not any(plane.missing for plane in self.planes))
 
     def come(self) -> int:
         """Let all processes come to their places; how many rounds pass until all know it."""
@@ -231,7 +230,7 @@ class Simulation(Network):
                 plane.meet(member, 0.0)
         return self.run(
             lambda: all(
-                len(p._come(m)) == len(m.processes)
+                p._came.get(m.place, {}).keys() == {*m.processes}
                 for p, m in zip(self.planes, self.members, strict=True)
             )
         )
@@ -244,7 +243,7 @@ class Simulation(Network):
     def kill(self, process: int) -> None:
         """End a process without a goodbye."""
         self.alive.discard(process)
-        self.planes[process]._links.close()
+        self.planes[process]._close_sockets()
 
     def hear_of(self, deaths: set[int]) -> tuple[int, float]:
         """The rounds and seconds until all others know that these processes are lost."""

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from taktline.transport.all_gather import AllGather, framed
-from taktline.transport.control_plane import PeerFailure, Plane
-from taktline.transport.verdict import Cause, Member, Verdict
+from taktline.transport.control_plane import Member, PeerFailure, Plane
+from taktline.transport.distributed import AllGather
+from taktline.transport.exchange import framed
+from taktline.transport.news import Cause, Verdict
 
 SOON = 20.0
 

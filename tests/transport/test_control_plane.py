@@ -17,11 +17,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from taktline.errors import JsonError, LostRankError, StageError, StallError
 from taktline.transport import exit_hooks
-from taktline.transport.control_plane import PeerFailure, Plane
+from taktline.transport.control_plane import Member, PeerFailure, Plane
 from taktline.transport.exchange import written
-from taktline.transport.links import At, Link, State, decode, encode
-from taktline.transport.news import Heard, News
-from taktline.transport.verdict import Cause, Member, Verdict
+from taktline.transport.links import Link
+from taktline.transport.news import Cause, Heard, News, State, Verdict, decode, encode
 
 SOON = 20.0
 
@@ -54,7 +53,7 @@ def meet_again(planes: list[Plane], members: list[Member]) -> list[Member]:
         ]
         for each in waits:
             each.result()
-    assert len({member.meeting for member in members}) == 1
+    assert len({member.place for member in members}) == 1
     assert all(member.addresses.keys() == {*group} for member in members)
     return members
 
@@ -69,12 +68,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def die(plane: Plane) -> None:
     """Let its sockets end without a goodbye, as if its process had ended."""
     plane._closing = True
-    plane._links.wake()
+    plane._wake()
     plane._thread.join(SOON)
 
 
 def links_of(plane: Plane) -> list[Link]:
-    return [near.link for near in plane._links._known.values() if near.link is not None]
+    return [near.link for near in plane._known.values() if near.link is not None]
 
 
 def test_a_verdict_reaches_every_member(planes: list[Plane]) -> None:
@@ -129,27 +128,37 @@ def test_what_is_said_while_a_socket_is_replaced(planes: list[Plane]) -> None:
         plane.join(member)
     for link in links_of(planes[1]):
         link.socket.shutdown(socket.SHUT_RDWR)
-    before = first[0].meeting
-    assert meet_again(planes, first)[0].meeting != before
+    meet_again(planes, first)
+    assert not any(member.verdict for member in first)
 
 
 def test_what_was_said_before_processes_meet_again_is_past(planes: list[Plane]) -> None:
     members = meet(planes, [0, 1])
-    for process in (0, 1):
-        planes[process].announce(Verdict(Cause.STALLED, 1 - process))
+    planes[0].announce(Verdict(Cause.STALLED, 1))
     assert all(member.heard.wait(SOON) for member in members)
-    planes[0].join(members[0])
-    planes[1].announce(Verdict(Cause.STALLED, 0))
-    planes[1].join(members[1])
+    old = members[0].place
+    for process in (0, 1):
+        planes[process].join(members[process])
+    with planes[1]._lock:
+        planes[1]._send("left", (1, Verdict(Cause.STALLED, 0), [old]))
     meet_again(planes, members)
     assert not any(member.verdict for member in members)
     planes[1].announce(Verdict(Cause.STALLED, 0))
     assert members[0].heard.wait(SOON)
 
 
+def test_who_has_failed_to_meet_again_more_often_is_caught_up_with(planes: list[Plane]) -> None:
+    members = meet(planes, [0, 1])
+    for _ in range(3):
+        planes[0].announce(Verdict(Cause.STALLED, 1))
+        planes[0].join(members[0])
+    wait_until(lambda: len(planes[1]._left) == 3)
+    planes[1].join(members[1])
+    meet_again(planes, members)
+
+
 def test_processes_meet_again_without_a_verdict(planes: list[Plane]) -> None:
     members = meet(planes, [0, 1])
-    before = members[0].meeting
     planes[0].join(members[0])
     with ThreadPoolExecutor(1) as thread:
         waits = thread.submit(planes[0].meet, members[0], SOON)
@@ -158,7 +167,6 @@ def test_processes_meet_again_without_a_verdict(planes: list[Plane]) -> None:
         planes[1].join(members[1])
         planes[1].meet(members[1], SOON)
         waits.result()
-    assert members[0].meeting == members[1].meeting != before
 
 
 def test_sockets_between_members(planes: list[Plane]) -> None:
@@ -180,20 +188,6 @@ def test_a_process_that_says_goodbye_is_no_fault(planes: list[Plane]) -> None:
     wait_until(lambda: 1 in planes[0].news.gone)
     assert planes[0].news.gone[1] == "has ended"
     assert members[0].verdict is None
-
-
-def test_a_verdict_that_was_concluded_does_not_reach_new_members(planes: list[Plane]) -> None:
-    verdict = Verdict(Cause.STALLED, 1)
-    (_, other) = meet(planes, [0, 1])
-    planes[0].announce(verdict)
-    assert other.heard.wait(SOON)
-    planes[1].leave(other)
-    (_, again) = meet(planes, [0, 1], "there")
-    with planes[1]._lock:
-        planes[1]._conclude(verdict, 0)
-        assert again.verdict is None
-        planes[1]._conclude(Verdict(Cause.STALLED, 1), 0)
-        assert again.verdict is not None
 
 
 def heard(time: float, process: int, state: str) -> Heard:
@@ -228,7 +222,8 @@ def test_who_holds_up_the_others(planes: list[Plane]) -> None:
     ],
 )
 def test_who_is_not_where_the_others_are(states: list[str], suspect: int | None) -> None:
-    news = News(0, lambda: ("save() for 9 seconds: waits", True))
+    news = News(0, time.monotonic)
+    news.state = lambda: ("save() for 9 seconds: waits", True)
     now = time.monotonic()
     news.heard = {process: heard(now, process, state) for process, state in enumerate(states, 1)}
     verdict = news.stalled([0, 1, 2], [1], "save()")
@@ -292,10 +287,9 @@ PLAIN = list(astuple(VERDICT))
         ("beat", State(1, 2, 0.5, "größer", True)),
         ("ask", 7),
         ("gone", (3, "is lost")),
-        ("verdict", (2, VERDICT)),
+        ("left", (2, VERDICT, ["here", "there"])),
         ("state", State(1, 2, 0.5, "waits", True)),
-        ("at", At(0, 9, "here", 9, ("::1", 1, "token", ""), 0)),
-        ("at", At(0, 9, "here", 8, None, -3)),
+        ("came", (0, "here", ("::1", 1, "token", ""))),
         ("goodbye", None),
     ],
 )
@@ -311,9 +305,10 @@ def test_messages_survive(kind: str, body: Any) -> None:
         [],
         ["beat", [1, 2, 0.5, "waits", 1]],
         ["magic", None],
-        ["at", [1, 2, "here", 3, ["::1", 1], 0]],
-        ["verdict", [1, ["magic", *PLAIN[1:]]]],
-        ["verdict", [1, [*PLAIN[:-1], "1"]]],
+        ["came", [1, "here", ["::1", 1]]],
+        ["left", [1, ["magic", *PLAIN[1:]], []]],
+        ["left", [1, [*PLAIN[:-1], 1], []]],
+        ["left", [1, PLAIN, "here"]],
         ["goodbye", 1],
     ],
 )

@@ -17,18 +17,18 @@ from taktline.transport import (
     Channel,
     Handle,
     Transport,
-    all_gather,
     distributed,
+    exchange,
     local,
     transport_of,
 )
+from taktline.transport.base import Alone
 from taktline.transport.communicators import Communicator
 from taktline.transport.control_plane import PeerFailure
 from taktline.transport.distributed import Distributed
 from taktline.transport.lanes import Lane
 from taktline.transport.local import LocalTransport
-from taktline.transport.one_rank import Alone
-from taktline.transport.verdict import Cause, Verdict
+from taktline.transport.news import Cause, Verdict
 from tests.runtime.cases import (
     Case,
     Result,
@@ -325,9 +325,9 @@ def test_over_gloo_a_pair_has_lanes_and_no_link(workers: Workers) -> None:
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 
 
-def exchange(rank: int, group: dist.ProcessGroup, few: int) -> list[list[list[int]]]:
+def exchange_numbers(rank: int, group: dist.ProcessGroup, few: int) -> list[list[list[int]]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(all_gather, "_FEW", few)
+        patch.setattr(distributed, "_FEW", few)
         transport = Distributed(group)
         return [
             transport.exchange(numbers)
@@ -347,13 +347,13 @@ def test_every_rank_gets_the_numbers_of_every_rank(workers: Workers, ranks: int,
         [EXTREMES for _ in everyone],
         [[7 - rank] for rank in everyone],
     ]
-    assert workers.run(exchange, few, ranks=ranks) == [expected] * ranks
+    assert workers.run(exchange_numbers, few, ranks=ranks) == [expected] * ranks
 
 
 def long_numbers(rank: int, group: dist.ProcessGroup, few: int) -> bool:
     """More than fits into the sockets, from everybody at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(all_gather, "_FEW", few)
+        patch.setattr(distributed, "_FEW", few)
         numbers = [[peer] * 1_000_000 for peer in range(group.size())]
         return Distributed(group).exchange(numbers[rank]) == numbers
 
@@ -368,7 +368,7 @@ def exchange_meanwhile(rank: int, group: dist.ProcessGroup, few: int) -> Any:
     """Numbers go from rank to rank while messages wait, and a message of somebody else, too."""
     channel = Channel(0, 1, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(all_gather, "_FEW", few)
+        patch.setattr(distributed, "_FEW", few)
         transport = Distributed(group)
         transport.open([channel])
         foreign = torch.tensor([40 + rank])
@@ -503,7 +503,7 @@ MIXED = (
 def mixed(rank: int, group: dist.ProcessGroup, few: int) -> list[Any]:
     """Ranks that are in different exchanges, which have different lengths; then in the same one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(all_gather, "_FEW", few)
+        patch.setattr(distributed, "_FEW", few)
         transport = Distributed(group)
         found: list[Any] = []
         for length in (1, 20, 400):
@@ -545,10 +545,10 @@ def test_local_ranks_in_different_exchanges() -> None:
     ("words", "text"),
     [
         ([0, 0], "rank 3 has sent no message of an exchange, or one of another version;"),
-        ([all_gather._MARK + 1, 0], "rank 3 has sent no message of an exchange, or one of"),
-        ([all_gather._MARK, -1], "rank 3 announces -1 numbers, more than there can be"),
+        ([exchange._MARK + 1, 0], "rank 3 has sent no message of an exchange, or one of"),
+        ([exchange._MARK, -1], "rank 3 announces -1 numbers, more than there can be"),
         (
-            [all_gather._MARK, 2**60],
+            [exchange._MARK, 2**60],
             "rank 3 announces 1,152,921,504,606,846,976 numbers, more",
         ),
     ],
@@ -556,22 +556,22 @@ def test_local_ranks_in_different_exchanges() -> None:
 def test_an_invalid_frame(words: list[int], text: str) -> None:
     frame = struct.pack("<8q", *words, *[0] * 6)
     with pytest.raises(TransportError) as caught:
-        all_gather.Frame.size(frame, 0, rank=3)
+        exchange.Frame.size(frame, 0, rank=3)
     assert str(caught.value).startswith(text)
 
 
 def test_what_an_exchange_is_for_may_be_any_bytes() -> None:
-    frame = all_gather.framed([1], "x")
+    frame = exchange.framed([1], "x")
     frame = frame[:16] + b"\xff" * 48 + frame[64:]
-    assert set(all_gather.Frame.read(frame).what) == {"\ufffd"}
+    assert set(exchange.Frame.read(frame).what) == {"\ufffd"}
 
 
 def test_an_exchange_has_its_limits() -> None:
-    numbers = range(all_gather._MOST + 1)
+    numbers = range(exchange._MOST + 1)
     with pytest.raises(
         TransportError, match=r"a trace takes 16,777,217 numbers; at most 16,777,21"
     ):
-        all_gather.framed(numbers, "a trace")
+        exchange.framed(numbers, "a trace")
 
 
 WHAT = "(activations from rank 0 to rank 1)"

@@ -25,8 +25,8 @@ from taktline.errors import (
 )
 from taktline.plan import Plan, validate
 from taktline.transport import exchange, local, transport_of
+from taktline.transport.base import Alone
 from taktline.transport.exchange import share_error, share_texts
-from taktline.transport.one_rank import Alone
 
 SAMPLES: dict[str, TaktlineError] = {
     name: getattr(errors, name)("größer: “nein”\n  next line")

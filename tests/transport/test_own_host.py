@@ -46,7 +46,7 @@ def test_planes_over_ipv6() -> None:
     store = store_at("::1")
     planes = [Plane(store, process, 3, "test") for process in range(3)]
     try:
-        assert {plane._links.address[0] for plane in planes} == {"::1"}
+        assert {plane.address[0] for plane in planes} == {"::1"}
         meet(planes, [0, 1, 2])
     finally:
         for plane in planes:

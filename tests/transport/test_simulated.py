@@ -9,8 +9,7 @@ import pytest
 
 from taktline.transport.control_plane import PeerFailure
 from taktline.transport.links import neighbours
-from taktline.transport.news import ENDED, LOST
-from taktline.transport.verdict import Cause, Verdict
+from taktline.transport.news import ENDED, LOST, Cause, Verdict
 from tests.transport.simulated import PIPELINE, Simulation
 
 
@@ -36,7 +35,7 @@ def test_a_death_is_heard_of_in_few_hops_and_messages(size: int) -> None:
     simulation = Simulation(size)
     simulation.connect()
     simulation.settle()
-    assert all(len(p._links.connected) <= 2 * log2(size) for p in simulation.planes)
+    assert all(len(p.connected) <= 2 * log2(size) for p in simulation.planes)
     before = simulation.messages
     simulation.kill(size // 3)
     hops, _ = simulation.hear_of({size // 3})
@@ -90,7 +89,7 @@ def test_processes_that_meet_hear_of_each_other_and_of_nobody_else_who_calls() -
     assert world.come() <= 8
     member = world.members[33]
     world.planes[33].meet(member, 0.0)
-    assert member.addresses == {p: world.planes[p]._links.address for p in member.processes}
+    assert member.addresses == {p: world.planes[p].address for p in member.processes}
 
 
 def test_who_has_come_is_heard_of_past_those_who_have_died() -> None:
@@ -101,20 +100,21 @@ def test_who_has_come_is_heard_of_past_those_who_have_died() -> None:
         world.kill(process)
     with suppress(PeerFailure):
         world.planes[32].meet(world.members[32], 0.0)
-    world.run(lambda: 32 in world.planes[37]._come(world.members[37]))
+    world.run(lambda: 32 in world.planes[37]._came.get(world.members[37].place, {}))
 
 
 def test_who_asks_hears_of_all_and_of_those_who_are_silent() -> None:
     world = Simulation(64)
     for process, plane in enumerate(world.planes):
-        plane.state = lambda process=process: (f"{process}F0", True)
+        plane.news.state = lambda process=process: (f"{process}F0", True)
     world.connect()
     world.settle()
     world.alive.remove(40)  # it is stopped
     world.run(lambda: world.time > 5.0)
     before = world.messages
     for asking in (0, 7):
-        world.planes[asking]._send("ask", 100 + asking)
+        with world.planes[asking]._lock:
+            world.planes[asking]._send("ask", 100 + asking)
     heard = [world.planes[asking].news.heard for asking in (0, 7)]
     world.run(lambda: all(len(each) == 63 for each in heard))
     assert (world.messages - before) / 64 < 8 * 11  # batches: not one for each state and neighbour

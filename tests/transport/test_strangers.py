@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 import taktline as tl
 from taktline.transport import sockets as listeners
-from taktline.transport.control_plane import Plane
+from taktline.transport.control_plane import Member, Plane
+from taktline.transport.news import Cause
 from taktline.transport.sockets import CONTROL, Address, Listener, call
-from taktline.transport.verdict import Cause, Member
 from tests.faults.case import Case
 from tests.faults.pool import Job
 from tests.fuzz.targets.greetings import bytes_of
@@ -173,7 +173,7 @@ def planes() -> Iterator[list[Plane]]:
 
 
 def address_of(plane: Plane) -> Address:
-    return plane._links.address
+    return plane.address
 
 
 OTHER = '[1, "ü", ["", 1, ""]]'.encode()
@@ -229,7 +229,7 @@ def test_a_control_thread_that_fails_fails_the_job(
     def fail(seconds: float) -> None:
         raise kind("no")
 
-    monkeypatch.setattr(planes[1]._links, "wait", fail)
+    monkeypatch.setattr(planes[1], "_wait", fail)
     for member in members:
         assert member.heard.wait(SOON)
         assert member.verdict is not None

@@ -11,8 +11,8 @@ from torch import nn
 
 from taktline.runtime import ports
 from taktline.stage import PipelineStage
-from taktline.transport import all_gather as frames
-from taktline.transport.all_gather import Frame, framed
+from taktline.transport import exchange as frames
+from taktline.transport.exchange import Frame, framed
 
 NUMBERS = [0, 1, -1, 3, 47, 48, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, -(2**63)]
 

@@ -15,9 +15,9 @@ from taktline.checks import read
 from taktline.meta import Signature, flatten
 from taktline.runtime.introduction import INTRODUCTION, misfit
 from taktline.transport import exchange
-from taktline.transport import links as control
+from taktline.transport import news as control
 from taktline.transport.codec import decode, encode
-from taktline.transport.verdict import Cause, Verdict
+from taktline.transport.news import Cause, Verdict
 from tests.fuzz.mutate import spoil_bytes, spoil_json, spoil_text
 
 
@@ -48,10 +48,9 @@ CONTROL: list[tuple[str, Any]] = [
     ("beat", control.State(1, 2, 0.5, "größer", True)),
     ("ask", 7),
     ("gone", (3, "is lost")),
-    ("verdict", (2, VERDICT)),
+    ("left", (2, VERDICT, ["here"])),
     ("state", control.State(1, 2, 0.5, "waits", True)),
-    ("at", control.At(0, 9, "here", 9, ("::1", 1, "token", ""), 0)),
-    ("at", control.At(0, 9, "here", 8, None, -3)),
+    ("came", (0, "here", ("::1", 1, "token", ""))),
 ]
 
 
