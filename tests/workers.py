@@ -329,7 +329,7 @@ class _Worker:
 
     def _left(self) -> bool:
         plane = planes.get(dist.group.WORLD)
-        return plane is not None and any(member.verdict for member in plane._all())
+        return plane is not None and any(member.verdict for member in list(plane._members))
 
     def leave(self) -> None:
         """Give up all groups."""

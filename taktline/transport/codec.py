@@ -54,9 +54,10 @@ _DICTS: dict[str, Callable[[Any], Any]] = {
 _CONTAINERS: dict[str, Any] = {
     kind.__name__: kind for kind in (tuple, list, dict, OrderedDict, defaultdict, deque)
 }
-_NAMED = "namedtuple"
 _OF_TORCH = ("torch.return_types", "torch.fx.immutable_collections")
 """The modules of torch whose containers hold nothing but their items."""
+_NOT_BY_NAME = ("torch", "builtins", "collections")
+"""The containers of Python have kinds of their own."""
 _DEEPEST = 24
 """The deepest nesting of containers."""
 _LARGEST = 2**62
@@ -187,14 +188,14 @@ def register_container(cls: _Class) -> _Class:
     ...     states: torch.Tensor
     ...     mask: torch.Tensor
     """
-    known = isinstance(cls, type) and (_is_named(cls) or cls in pytree.SUPPORTED_NODES)
-    if not known and not (isinstance(cls, type) and is_dataclass(cls)):
+    is_class = isinstance(cls, type)
+    if is_class and is_dataclass(cls) and cls not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(cls)
+    if not is_class or not (_is_named(cls) or cls in pytree.SUPPORTED_NODES):
         raise SignatureError(
             f"register_container takes a named tuple or a dataclass, not {cls!r}; register another "
             "container with torch.utils._pytree.register_pytree_node"
         )
-    if not known:
-        pytree.register_dataclass(cls)
     _registered[_name(cls)] = cls
     return cls
 
@@ -219,25 +220,25 @@ def encode_tree(spec: pytree.TreeSpec) -> Any:
     True
     """
     note_containers(spec)
-    return _encode_node(spec, _DEEPEST)
+    return _encode_node(spec, _kinds(), _DEEPEST)
 
 
-def _encode_node(spec: pytree.TreeSpec, depth: int) -> Any:
+def _encode_node(spec: pytree.TreeSpec, kinds: dict[str, Any], depth: int) -> Any:
     if spec.is_leaf():
         return None
     if not depth:
         raise SignatureError(f"containers are nested more than {_DEEPEST} deep; use flatter ones")
-    children = [_encode_node(child, depth - 1) for child in spec.children()]
-    cls: Any = spec.type
+    cls, context = spec.type, spec.context
     if cls is namedtuple:
-        return [_NAMED, _name(spec.context), children]
-    kind = cls.__name__ if _CONTAINERS.get(cls.__name__) is cls else _name(cls)
-    if kind not in _CONTAINERS and _known().get(kind) is not cls:
+        cls, context = context, None
+    names = [name for name in (cls.__name__, _name(cls)) if kinds.get(name) is cls]
+    if not names:
         raise SignatureError(
             f"{cls.__qualname__} of {cls.__module__} cannot be sent to another rank; pass its "
             "contents in a tuple or a dict"
         )
-    return [kind, _packed(spec.context, cls), children]
+    children = [_encode_node(child, kinds, depth - 1) for child in spec.children()]
+    return [names[0], _packed(context, cls), children]
 
 
 def decode_tree(data: Any, depth: int = _DEEPEST) -> pytree.TreeSpec:
@@ -247,28 +248,23 @@ def decode_tree(data: Any, depth: int = _DEEPEST) -> pytree.TreeSpec:
     if not depth or not isinstance(data, list) or len(data) != 3 or not isinstance(data[2], list):
         raise SignatureError("a received container has a wrong description")
     kind, context, described = data
-    children = [decode_tree(child, depth - 1) for child in described]
-    if kind == _NAMED:
-        return pytree.TreeSpec(namedtuple, _named_type(context, len(children)), children)
-    own = isinstance(kind, str) and kind in _CONTAINERS
-    cls = _CONTAINERS[kind] if own else _known().get(kind) if isinstance(kind, str) else None
+    cls = _kinds().get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise _unknown(kind)
-    context = _unpacked(context)
-    if own and not _fits(cls, context, len(children)):
-        raise SignatureError(f"a received {kind} has a wrong description")
-    return pytree.TreeSpec(cls, context, children)
-
-
-def _named_type(name: Any, children: int) -> Any:
-    found: Any = _registered.get(name) if isinstance(name, str) else None
-    if found is None or not _is_named(found):
-        raise _unknown(name)
-    if len(found._fields) != children:
         raise SignatureError(
-            f"a received {_words(name)} has other fields than here; run the same code on every rank"
+            f"this rank does not know the received container {_words(kind)!r}; on every rank, call "
+            "taktline.register_container with its class, or import the module that registers it"
         )
-    return found
+    children = [decode_tree(child, depth - 1) for child in described]
+    context = _unpacked(context)
+    if kind in _CONTAINERS and not _fits(cls, context, len(children)):
+        raise SignatureError(f"a received {kind} has a wrong description")
+    if not _is_named(cls):
+        return pytree.TreeSpec(cls, context, children)
+    if len(cls._fields) != len(children):
+        raise SignatureError(
+            f"a received {_words(kind)} has other fields than here; run the same code on every rank"
+        )
+    return pytree.TreeSpec(namedtuple, cls, children)
 
 
 def _fits(cls: Any, context: Any, count: int) -> bool:
@@ -301,22 +297,20 @@ def _unpacked(data: Any) -> Any:
         raise SignatureError("a received plain value has a wrong description") from None
 
 
-def _known() -> dict[str, Any]:
-    """All types that this process knows as containers, by name."""
-    known: dict[str, Any] = {_name(cls): cls for cls in pytree.SUPPORTED_NODES if _is_harmless(cls)}
-    return known | {name: cls for name, cls in _registered.items() if not _is_named(cls)}
+def _kinds() -> dict[str, Any]:
+    """The containers that this process knows, by their names in a message."""
+    nodes = {_name(cls): cls for cls in pytree.SUPPORTED_NODES if _is_harmless(cls)}
+    return {**nodes, **_registered, **_CONTAINERS}
 
 
 def _is_harmless(cls: Any) -> bool:
     """Whether putting such a container together runs no code that a message could choose."""
-    if cls is namedtuple or cls in _CONTAINERS.values():
-        return False  # these have kinds of their own
     module = cls.__module__
-    return cls is torch.Size or module in _OF_TORCH or module.split(".")[0] != "torch"
+    return cls is torch.Size or module in _OF_TORCH or module.split(".")[0] not in _NOT_BY_NAME
 
 
 def _is_named(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
+    return issubclass(cls, tuple) and hasattr(cls, "_fields")
 
 
 def _name(cls: Any) -> str:
@@ -325,13 +319,6 @@ def _name(cls: Any) -> str:
 
 def _words(name: Any) -> str:
     return str(name)[:200].replace(":", ".")
-
-
-def _unknown(name: Any) -> SignatureError:
-    return SignatureError(
-        f"this rank does not know the received container {_words(name)!r}; on every rank, call "
-        "taktline.register_container with its class, or import the module that registers it"
-    )
 
 
 def encode(signature: Signature) -> bytes:

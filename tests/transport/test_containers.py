@@ -115,7 +115,7 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_named_tuple_that_this_process_has_not_met() -> None:
     name = f"{__name__}:Pair"
     with pytest.raises(SignatureError) as caught:
-        decode_tree(["namedtuple", name, [None, None]])
+        decode_tree([name, None, [None, None]])
     assert str(caught.value) == UNKNOWN.format(f"{__name__}.Pair")
 
 
@@ -124,13 +124,13 @@ def test_how_a_named_tuple_becomes_known() -> None:
     class Mine(NamedTuple):
         value: Any
 
-    described = ["namedtuple", f"{__name__}:{Mine.__qualname__}", [None]]
+    described = [f"{__name__}:{Mine.__qualname__}", None, [None]]
     with pytest.raises(SignatureError, match="does not know"):
         decode_tree(described)
     assert register_container(Mine) is Mine
     assert decode_tree(described).context is Mine
     note_containers(pytree.tree_structure([{"a": Pair(1, 2)}]))
-    assert decode_tree(["namedtuple", f"{__name__}:Pair", [None, None]]).context is Pair
+    assert decode_tree([f"{__name__}:Pair", None, [None, None]]).context is Pair
 
 
 @pytest.mark.usefixtures("nothing_registered")
@@ -143,7 +143,7 @@ def test_a_named_tuple_with_other_fields() -> None:
     register_container(Pair)
     for parts in (0, 1, 3):
         with pytest.raises(SignatureError, match="has other fields than here"):
-            decode_tree(["namedtuple", f"{__name__}:Pair", [None] * parts])
+            decode_tree([f"{__name__}:Pair", None, [None] * parts])
 
 
 def test_a_dataclass_is_registered_with_pytree_too() -> None:
