@@ -90,6 +90,9 @@ class Member:
         self.addresses: dict[int, Address] = {}
         """Where its processes are called, once they have met."""
 
+        self.meeting = ""
+        """What tells their latest meeting from all others; the same on each."""
+
     @property
     def place(self) -> str:
         """Where its processes meet, in this round."""
@@ -189,10 +192,12 @@ class Plane(Ring):
                 others = [process for process in missing if process != self.process]
                 raise PeerFailure(others, timed_out=self._now() > deadline)
             member.addresses = dict(self._came[member.place])
+            whole = f"{member.place}/{sorted(member.addresses.items())}"
+            member.meeting = purpose_of(whole).hex()
 
     def connect(self, member: Member, process: int, what: str, seconds: float) -> socket.socket:
         """A socket to another process of a member, which calls this, too, with the same text."""
-        purpose = purpose_of(f"{member.place}/{what}")
+        purpose = purpose_of(f"{member.meeting}/{what}")
         if process < self.process:
             try:
                 return ready(call(member.addresses[process], purpose, self.process, seconds))

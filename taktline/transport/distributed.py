@@ -14,7 +14,6 @@ its threads deadlock.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from errno import ECONNABORTED, ECONNRESET
@@ -37,6 +36,7 @@ from taktline.transport.communicators import (
 )
 from taktline.transport.control_plane import Member, PeerFailure, Plane
 from taktline.transport.exchange import Frame, agreed, framed, written
+from taktline.transport.exit_hooks import store_name
 from taktline.transport.lanes import Lane
 from taktline.transport.news import OUTSIDE, Cause, Verdict
 
@@ -205,9 +205,6 @@ class Distributed:
         self._connections: dict[Channel, Lane | Communicator] = {}
         self._all_gather: AllGather | None = None
         _made[group] = _made.get(group, 0) + 1
-        # Restarted processes may find the addresses of their forerunners in the same store.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = PrefixStore(f"taktline/{restart}/{_made[group]}", group.get_group_store())
         name = f"{self.processes}/{name_of(group)}/{device.type}/{_made[group]}"
         self._member = Member(self.processes, name, self._leave)
         self.plane.join(self._member)
@@ -273,7 +270,7 @@ class Distributed:
             self._member.heard.wait(_FOREIGN_NEWS_SECONDS)
         if self.verdict is None and not timed_out:
             return None
-        return self.first_cause((), "a collective", timed_out=timed_out)
+        return self._first_cause((), "a collective", timed_out)
 
     def mark(self, error: BaseException) -> None:
         """Mark an error as one that needs a restart if pipelines share their work."""
@@ -352,7 +349,7 @@ class Distributed:
 
         def lost(timed_out: bool) -> TaktlineError:
             what = f"messages between rank {self.rank} and rank {peer}"
-            return self.first_cause([process], what, timed_out=timed_out)
+            return self._first_cause([process], what, timed_out)
 
         for gradients in (False, True):
             try:
@@ -367,7 +364,9 @@ class Distributed:
         """The communicator of a channel, made by both of its ranks."""
         if self.verdict is not None:
             raise self._error(self.verdict)
-        store = PrefixStore(f"{channel}/{self._member.place}", self._store)
+        # Restarted processes may find what their forerunners have left in the same store.
+        name = f"{store_name()}/{self._member.meeting}/{channel}"
+        store = PrefixStore(name, self.group.get_group_store())
         peer = sum(ends_of(channel)) - self.rank
         return Communicator.connect(
             self._backend,
@@ -416,21 +415,23 @@ class Distributed:
         timed_out, lost = symptoms_of(error)
         if not timed_out and not lost and self.verdict is None:
             return TransportError(f"rank {self.rank} cannot talk to rank {peer} ({what}): {error}")
-        peers = [self.processes[peer]]
-        return self.first_cause(peers, what, timed_out=timed_out, was_cut=_was_cut_off(error))
+        return self._first_cause([self.processes[peer]], what, timed_out, error)
 
     def _lost(self, failure: PeerFailure, what: str) -> TaktlineError:
-        timed_out, was_cut = failure.timed_out, _was_cut_off(failure)
-        return self.first_cause(failure.processes, what, timed_out=timed_out, was_cut=was_cut)
+        return self._first_cause(failure.processes, what, failure.timed_out, failure)
 
-    def first_cause(
-        self, awaited: Sequence[int], what: object, *, timed_out: bool, was_cut: bool = False
+    def _first_cause(
+        self,
+        awaited: Sequence[int],
+        what: object,
+        timed_out: bool,
+        error: BaseException | None = None,
     ) -> TaktlineError:
         """The error for a wait for processes; without a verdict, this rank announces one."""
         # A connection may end before the verdict arrives; and if this process was stopped itself,
         # the others have announced that long ago. A peer that has hung up itself may have been cut
         # off from another one, and announces that first.
-        seconds = _NEWS_SECONDS if was_cut else _NEWS_SECONDS + _LATE_NEWS_SECONDS
+        seconds = _NEWS_SECONDS + (0 if _was_cut_off(error) else _LATE_NEWS_SECONDS)
         self._member.heard.wait(_LATE_NEWS_SECONDS if timed_out else seconds)
         if self.verdict is None:
             if timed_out:

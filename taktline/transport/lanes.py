@@ -44,8 +44,8 @@ class Lane:
         self._socket = connection
         self._seconds = seconds
         self._lost = lost
-        self._posted: deque[_Arriving] = deque()
-        self._rest: deque[_Leaving] = deque()
+        self._posted: deque[_Message] = deque()
+        self._rest: deque[_Message] = deque()
         self._writing, self._reading = threading.Lock(), threading.Lock()
         self._reads_ahead = False
         self._arrivals = select.poll()
@@ -54,7 +54,7 @@ class Lane:
 
     def send(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
         """Send marks and a buffer on the CPU."""
-        leaving = _Leaving(self, buffer, marks)
+        leaving = _Message(buffer, marks, self._flush)
         with self._writing:
             if not self._rest:
                 try:
@@ -73,7 +73,7 @@ class Lane:
 
     def receive(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
         """Receive marks and a buffer, after those that were posted before."""
-        arriving = _Arriving(self, buffer, marks)
+        arriving = _Message(buffer, marks, self._arrive)
         with self._reading:
             if arriving.left:
                 self._posted.append(arriving)
@@ -82,7 +82,7 @@ class Lane:
                 threading.Thread(target=self._read_ahead, name="taktline lane", daemon=True).start()
         return arriving
 
-    def read(self, wanted: _Arriving) -> None:
+    def _arrive(self, wanted: _Message) -> None:
         """Wait until a message has arrived."""
         with self._reading:
             while wanted.left:
@@ -136,7 +136,7 @@ class Lane:
                     self._reads_ahead = False
                 self._reads_ahead &= bool(self._posted)
 
-    def flush(self, leaving: _Leaving) -> None:
+    def _flush(self, leaving: _Message) -> None:
         """Wait until a message is sent."""
         if not leaving.ended.wait(self._seconds):
             raise self._lost(True)
@@ -171,13 +171,21 @@ class Lane:
 
 
 class _Message:
-    """A message under way: marks, and a buffer."""
+    """A message under way: marks, and a buffer; ``finish(message)`` waits for it."""
 
-    __slots__ = ("_buffer", "_lane", "left")
+    __slots__ = ("_buffer", "_finish", "ended", "left")
 
-    def __init__(self, lane: Lane, buffer: torch.Tensor, marks: bytes | bytearray) -> None:
-        self._lane = lane
+    ended: threading.Event
+    """Set once it is sent, or lost; only if the kernel had no room for it."""
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        marks: bytes | bytearray,
+        finish: Callable[[_Message], None],
+    ) -> None:
         self._buffer = buffer  # which owns the memory
+        self._finish = finish
         self.left: list[memoryview] = []
         """What is still to be sent or received."""
         if marks:
@@ -198,30 +206,10 @@ class _Message:
         if count:
             self.left[0] = self.left[0][count:]
 
-
-class _Arriving(_Message):
-    """A message that is to be received."""
-
-    __slots__ = ()
-
     def wait(self) -> None:
-        """Return once the message has arrived."""
+        """Return once the message is sent, or has arrived."""
         if self.left:
-            self._lane.read(self)
-
-
-class _Leaving(_Message):
-    """A message that is to be sent."""
-
-    __slots__ = ("ended",)
-
-    ended: threading.Event
-    """Set once the message is sent, or lost; for one that the kernel had no room for."""
-
-    def wait(self) -> None:
-        """Return once the message is sent."""
-        if self.left:
-            self._lane.flush(self)
+            self._finish(self)
 
 
 @lru_cache(64)

@@ -65,7 +65,7 @@ POPEN = '["collections:namedtuple", {"$": "type", "of": "subprocess:Popen"}, [nu
     [
         (f'[[{{"$": "tuple", "of": ["touch", "{{path}}"]}}], {POPEN}]', "neither a tensor nor"),
         (f"[[{TENSOR}], {POPEN}]", "does not know the received container 'collections.namedtuple'"),
-        (f'[[{TENSOR}], ["namedtuple", "subprocess:Popen", [null]]]', "'subprocess.Popen'"),
+        (f'[[{TENSOR}], ["subprocess:Popen", null, [null]]]', "'subprocess.Popen'"),
         (
             f'[[{TENSOR}], ["torch:_inductor", null, [null]]]',
             "received container 'torch._inductor'",
