@@ -86,8 +86,7 @@ class Communicator:
             work = post([bytes_of(buffer)], self._peer, 0)
         except RuntimeError as error:
             raise self._failed(error) from error
-        if work is None:
-            raise TransportError("torch returned no handle for a message")
+        assert work is not None
         return _Message(work, self._failed, asks)
 
 

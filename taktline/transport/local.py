@@ -34,8 +34,6 @@ from taktline.transport.exchange import Frame, agreed
 MOST_RANKS = 1024
 """Of one process: each has a thread."""
 
-_CASTS = ("cpu", "cuda")
-
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 _thread = threading.local()
@@ -103,16 +101,17 @@ class _ThreadState:
         self.random = Random.now()
         self._context = copy_context()
         self._threads = torch.get_num_threads()
-        self._inference = torch.is_inference_mode_enabled()
-        self._grad = torch.is_grad_enabled()
-        self._casts = [
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in _CASTS
-            if torch.is_autocast_enabled(kind)
-        ]
-        self._cached = torch.is_autocast_cache_enabled()
         # A stream brings its device along.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        casts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        cached = torch.is_autocast_cache_enabled()
+        self._modes: list[Callable[[], Any]] = [
+            partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        ]
+        for kind in casts:
+            dtype = torch.get_autocast_dtype(kind)
+            self._modes.append(partial(torch.autocast, kind, dtype, cache_enabled=cached))
 
     def run(self, fn: Callable[[int], T], rank: int) -> T:
         """Call a function with this state, and with a copy of the context variables."""
@@ -125,10 +124,8 @@ class _ThreadState:
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self._inference))
-            stack.enter_context(torch.set_grad_enabled(self._grad))
-            for kind, dtype in self._casts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cached))
+            for mode in self._modes:
+                stack.enter_context(mode())
             return fn(rank)
 
 
@@ -174,35 +171,32 @@ class LocalTransport:
             # The next one may begin before all ranks have seen the end of this one.
             self._world.exchange = _Exchange(self.size)
         self._wait(exchange)
-        return exchange.result(ragged=ragged)
+        frames = [exchange.given[rank] for rank in range(self.size)]
+        agreed(frames, ragged=ragged)
+        return [list(frame.numbers) for frame in frames]
 
     def _poster(self, channel: Channel, rank: int, verb: str, blocks: bool) -> Post:
+        """The function that matches a message with the other end's first, or lets it wait."""
         if rank != self.rank:
             raise TransportError(f"rank {self.rank} cannot {verb} {channel}")
         if channel not in self._opened:
             raise TransportError(f"{channel}: rank {rank} has not opened this channel")
-        return partial(self._post, channel, verb, blocks)
-
-    def _post(
-        self,
-        channel: Channel,
-        verb: str,
-        blocks: bool,
-        buffer: torch.Tensor,
-        marks: bytes | bytearray = b"",
-    ) -> Handle:
-        """Match a message with the first one at the other end, or let it wait for one."""
-        self._check_turn()
-        message = _Message(self, f"to {verb} {channel}", buffer, marks)
+        mine = self._world.posted[channel, verb]
         others = self._world.posted[channel, "receive" if verb == "send" else "send"]
-        if others:
-            _copy(channel, *((message, others[0]) if verb == "send" else (others[0], message)))
-            others.popleft()
-        else:
-            self._world.posted[channel, verb].append(message)
-        if blocks:
-            message.wait()
-        return message
+
+        def post(buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
+            self._check_turn()
+            message = _Message(self, f"to {verb} {channel}", buffer, marks)
+            if others:
+                _copy(channel, *((message, others[0]) if verb == "send" else (others[0], message)))
+                others.popleft()
+            else:
+                mine.append(message)
+            if blocks:
+                message.wait()
+            return message
+
+        return post
 
     def _wait(self, awaited: _Exchange | _Message) -> None:
         """Pass the baton on until an exchange or a message is done."""
@@ -289,7 +283,8 @@ class _World:
                 self.interrupts.append(error)
         self.thread_state.random.restore()
         # The ranks hold each other for a while; nobody's tensors should stay as long.
-        self.posted.clear()
+        for messages in self.posted.values():
+            messages.clear()
         raised = [*self.interrupts, *self.errors]
         self.interrupts.clear()
         self.errors.clear()
@@ -319,11 +314,6 @@ class _Exchange:
     def done(self) -> bool:
         return len(self.given) == self.size
 
-    def result(self, *, ragged: bool) -> list[list[int]]:
-        frames = [self.given[rank] for rank in range(self.size)]
-        agreed(frames, ragged=ragged)
-        return [list(frame.numbers) for frame in frames]
-
     def __str__(self) -> str:
         missing = [str(rank) for rank in range(self.size) if rank not in self.given]
         return f"for an exchange with rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
@@ -335,8 +325,7 @@ class _Message:
     def __init__(
         self, rank: LocalTransport, what: str, buffer: torch.Tensor, marks: bytes | bytearray
     ) -> None:
-        self._rank = rank
-        self._what = what
+        self._rank, self._what = rank, what
         # Bytes, not numbers: the two ends need not agree on dtype and shape.
         self.data, self.marks = bytes_of(buffer), marks
         self.done = False
