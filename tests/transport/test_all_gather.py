@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import HashStore
 from taktline.transport.control_plane import Member, PeerFailure, Plane
 from taktline.transport.distributed import AllGather
 from taktline.transport.exchange import framed
-from taktline.transport.news import Cause, Verdict
 
 SOON = 20.0
 
@@ -44,14 +43,13 @@ def each(size: int, fn: Callable[[int], Any]) -> list[Any]:
         return list(threads.map(fn, range(size)))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("size", [2, 4, 5, 7, 8])
 def test_every_rank_gets_all_numbers(connect: Any, size: int) -> None:
     ranks = connect(size)
-    for count in (0, 1, 50):
-        frames = each(size, lambda rank, n=count: ranks[rank].exchange(framed([rank] * n, "x")))
-        assert [[f.numbers for f in found] for found in frames] == [
-            [[rank] * count for rank in range(size)]
-        ] * size
+    for numbers in ([], [0, -1, 2**63 - 1, -(2**63)], [3] * 50):
+        given = [[*numbers, rank] for rank in range(size)]
+        frames = each(size, lambda rank, g=given: ranks[rank].exchange(framed(g[rank], "x")))
+        assert [[f.numbers for f in found] for found in frames] == [given] * size
 
 
 def test_a_rank_that_is_ahead_is_not_mixed_up(connect: Any) -> None:
@@ -100,20 +98,5 @@ def test_who_has_not_come() -> None:
         with pytest.raises(PeerFailure) as caught:
             make(plane, 0, 2, 0.1)
         assert caught.value.processes == [1]
-    finally:
-        plane.close()
-
-
-def test_a_verdict_ends_the_wait_for_those_who_have_not_come() -> None:
-    plane = Plane(HashStore(), 0, 2, "test")
-    member = Member([0, 1], "here", lambda _: None)
-    plane.join(member)
-    try:
-        with ThreadPoolExecutor(1) as other:
-            waits = other.submit(plane.meet, member, SOON)
-            plane.announce(Verdict(Cause.RAISED, 0, "KeyboardInterrupt"))
-            with pytest.raises(PeerFailure) as caught:
-                waits.result(SOON / 2)
-            assert caught.value.processes == [1]
     finally:
         plane.close()

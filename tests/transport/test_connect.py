@@ -44,10 +44,3 @@ def test_processes_on_two_hosts_are_connected_over_tcp(name: str) -> None:
     with Listener("127.0.0.1") as listener:
         elsewhere = (*listener.address[:3], name)
         assert families(connected(listener, elsewhere)) == {socket.AF_INET}
-
-
-def test_nobody_calls_a_listener_that_is_closed() -> None:
-    with Listener("127.0.0.1") as listener:
-        assert listener.accept() == []
-    with pytest.raises(ConnectionRefusedError):
-        call(listener.address, PURPOSE, 7, SOON)

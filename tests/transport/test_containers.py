@@ -133,12 +133,6 @@ def test_how_a_named_tuple_becomes_known() -> None:
     assert decode_tree([f"{__name__}:Pair", None, [None, None]]).context is Pair
 
 
-@pytest.mark.usefixtures("nothing_registered")
-def test_what_was_sent_is_known() -> None:
-    described = encode_tree(pytree.tree_structure(Pair(1, 2)))
-    assert decode_tree(described).context is Pair
-
-
 def test_a_named_tuple_with_other_fields() -> None:
     register_container(Pair)
     for parts in (0, 1, 3):

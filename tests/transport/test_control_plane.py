@@ -317,14 +317,6 @@ def test_what_is_no_message(value: Any) -> None:
         decode(json.dumps(value).encode() if value is not None else b"")
 
 
-def test_a_length_that_cannot_be() -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        peer = Link(here)
-        there.sendall((2**31).to_bytes(4, "little"))
-        assert peer.read() is None
-
-
 def test_a_forked_process_does_not_hide_that_its_parent_has_died(
     planes: list[Plane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,3 +350,11 @@ class Closing:
 
     def tick(self) -> None:
         self.plane.close()
+
+
+def test_a_length_that_cannot_be() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        peer = Link(here)
+        there.sendall((2**31).to_bytes(4, "little"))
+        assert peer.read() is None

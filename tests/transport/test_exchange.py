@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -54,14 +52,8 @@ def shared_texts(texts: Sequence[str]) -> list[list[str]]:
     "texts",
     [
         [""],
-        ["alone"],
-        ["", ""],
-        ["a", ""],
-        ["", "12345678"],
-        ["1234567", "123456789"],
-        ["größer", "größer als 8 Bytes: 彁 🥁"],
-        ["\0", "\0\0", "a\0", ""],
-        ["x" * 1000, "", "ÿ" * 8, "\x7f" * 16],
+        ["größer", "größer als 8 Bytes: 彁 🥁", "12345678", ""],
+        ["\0", "\0\0", "a\0", "x" * 1000],
     ],
     ids=repr,
 )
@@ -74,30 +66,11 @@ def test_any_texts_can_be_shared(texts: list[str]) -> None:
     assert shared_texts(texts) == [texts] * len(texts)
 
 
-def test_texts_can_be_shared_again_and_again() -> None:
-    def talk(rank: int) -> list[list[str]]:
-        return [share_texts(transport_of(), f"{rank}" * times) for times in range(4)]
-
-    assert local.run(talk, 2) == [[["", ""], ["0", "1"], ["00", "11"], ["000", "111"]]] * 2
-
-
-def test_a_text_alone() -> None:
-    assert share_texts(Alone(), "größer") == ["größer"]
-    assert share_texts(Alone(), "") == [""]
-
-
 def shared_errors(given: Sequence[TaktlineError | None]) -> list[TaktlineError | None]:
     return local.run(lambda rank: share_error(transport_of(), given[rank]), len(given))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_no_error_anywhere(ranks: int) -> None:
-    assert shared_errors([None] * ranks) == [None] * ranks
-
-
-@pytest.mark.parametrize(
-    ("failing", "lowest"), [([0], 0), ([3], 3), ([1, 2], 1), ([0, 1, 2, 3], 0), ([2, 3], 2)]
-)
+@pytest.mark.parametrize(("failing", "lowest"), [([0], 0), ([1, 2], 1), ([0, 1, 2, 3], 0)])
 def test_every_rank_gets_the_error_of_the_lowest_rank(failing: list[int], lowest: int) -> None:
     kinds = (SignatureError, MismatchError)
     given = [kinds[rank % 2](f"of rank {rank}") if rank in failing else None for rank in range(4)]
@@ -108,11 +81,8 @@ def test_every_rank_gets_the_error_of_the_lowest_rank(failing: list[int], lowest
     assert shared[lowest] is given[lowest]
 
 
-@pytest.mark.parametrize("microbatch", [None, 0, 7])
-def test_an_error_has_its_fields_on_every_rank(microbatch: int | None) -> None:
-    error = StageError(
-        rank=1, stage=3, microbatch=microbatch, action="3F0", reason="ValueError: größer"
-    )
+def test_an_error_has_its_fields_on_every_rank() -> None:
+    error = StageError(rank=1, stage=3, microbatch=0, action="3F0", reason="ValueError: größer")
     cause = error.__cause__ = ValueError("größer")
     shared = shared_errors([None, error, None])
     for rank, other in enumerate(shared):
@@ -120,14 +90,8 @@ def test_an_error_has_its_fields_on_every_rank(microbatch: int | None) -> None:
         assert str(other) == str(error)
         assert other.args == error.args
         assert vars(other) == vars(error)
-        assert other.microbatch == microbatch
         assert (other is error) == (rank == 1)
         assert other.__cause__ is (cause if rank == 1 else None)
-
-
-def test_an_error_without_a_text_is_still_an_error() -> None:
-    shared = shared_errors([None, MismatchError()])
-    assert [type(error) for error in shared] == [MismatchError, MismatchError]
 
 
 def test_there_is_a_sample_of_every_error() -> None:
@@ -156,26 +120,13 @@ def test_every_error_can_be_shared(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", errors.__all__)
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_every_error_survives_pickle(name: str, protocol: int) -> None:
+def test_every_error_survives_pickle(name: str) -> None:
     error = SAMPLES[name]
-    again = pickle.loads(pickle.dumps(error, protocol))
+    again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert again.args == error.args
     assert vars(again) == vars(error)
-
-
-def test_pickled_fields_keep_their_types() -> None:
-    def again(name: str) -> Any:
-        return pickle.loads(pickle.dumps(SAMPLES[name]))
-
-    assert again("PlanFileError").path == Path("plan.csv")
-    assert again("PlanFileError").column == 7
-    assert again("ActionSyntaxError").position == 2
-    assert len(again("InvalidPlanError").violations) > 0
-    assert isinstance(again("InvalidPlanError").violations, tuple)
-    assert again("StageError").microbatch is None
 
 
 class Sub(MismatchError):

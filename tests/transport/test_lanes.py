@@ -52,14 +52,6 @@ def test_messages_keep_their_order_both_ways(lanes: tuple[Lane, Lane]) -> None:
         assert all(map(torch.equal, sent, buffers))
 
 
-def test_a_message_without_bytes_holds_up_none(lanes: tuple[Lane, Lane]) -> None:
-    for size in (0, 3):
-        sent, buffer = message(5, size), torch.empty(size, dtype=torch.uint8)
-        lanes[0].send(sent).wait()
-        lanes[1].receive(buffer).wait()
-        assert torch.equal(sent, buffer)
-
-
 def test_a_message_that_waits_is_not_copied(lanes: tuple[Lane, Lane]) -> None:
     sent = message(5, 1 << 26)
     tracemalloc.start()

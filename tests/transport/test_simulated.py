@@ -83,15 +83,6 @@ def test_a_verdict_reaches_its_group_past_those_who_are_stopped(world: Simulatio
     world.run(lambda: all(world.members[p].verdict for p in stopped))
 
 
-def test_processes_that_meet_hear_of_each_other_and_of_nobody_else_who_calls() -> None:
-    world = Simulation(64)
-    world.connect()
-    assert world.come() <= 8
-    member = world.members[33]
-    world.planes[33].meet(member, 0.0)
-    assert member.addresses == {p: world.planes[p].address for p in member.processes}
-
-
 def test_who_has_come_is_heard_of_past_those_who_have_died() -> None:
     world = Simulation(64)
     world.connect()

@@ -35,13 +35,6 @@ def pipeline(*stages: nn.Module, schedule: str = "1f1b") -> tl.Pipeline:
 
 
 @contextmanager
-def default_device(name: str) -> Any:
-    torch.set_default_device(name)
-    yield
-    torch.set_default_device(None)
-
-
-@contextmanager
 def default_dtype(dtype: torch.dtype) -> Any:
     torch.set_default_dtype(dtype)
     yield
@@ -120,20 +113,6 @@ def test_context_variables_are_copied_to_each_rank() -> None:
     VARIABLE.reset(token)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_flops_are_those_of_the_plain_model(schedule: str) -> None:
-    stages = layers()
-    plain, found = FlopCounterMode(display=False), FlopCounterMode(display=False)
-    with plain:
-        for part, target in zip(X.chunk(2), Y.chunk(2), strict=True):
-            nn.functional.mse_loss(nn.Sequential(*stages)(part), target).backward()
-    pipe = pipeline(*stages, schedule=schedule)
-    pipe.step(X, target=Y)
-    with found:
-        pipe.step(X, target=Y)
-    assert found.get_total_flops() == plain.get_total_flops() > 0
-
-
 def test_hooks_on_saved_tensors_see_every_stage() -> None:
     packed: list[Tensor] = []
     pipe = pipeline(*layers())
@@ -187,10 +166,15 @@ def test_a_block_of_another_device_holds_for_stages_and_for_nothing_of_ours(devi
         assert set(stage.devices) == {device}
 
 
-def test_a_pipeline_is_made_in_a_block_of_another_device() -> None:
-    with tl.split.deferred():
-        deferred = nn.Sequential(*layers())
-    with torch.device("meta"):
-        pipe = tl.Pipeline(deferred, cuts=["1"], ranks=2, microbatches=2, example=(X[:4],))
-        output = pipe.eval(X)
-    torch.testing.assert_close(output, deferred(X))
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_flops_are_those_of_the_plain_model(schedule: str) -> None:
+    stages = layers()
+    plain, found = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with plain:
+        for part, target in zip(X.chunk(2), Y.chunk(2), strict=True):
+            nn.functional.mse_loss(nn.Sequential(*stages)(part), target).backward()
+    pipe = pipeline(*stages, schedule=schedule)
+    pipe.step(X, target=Y)
+    with found:
+        pipe.step(X, target=Y)
+    assert found.get_total_flops() == plain.get_total_flops() > 0
