@@ -6,13 +6,15 @@ Also what is the same over all transports: that of a single rank, and turns of t
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import NamedTuple, Protocol
 
 import torch
 
-from taktline.errors import TransportError, UseError
+from taktline.errors import MismatchError, TransportError, UseError
+from taktline.text import by_rank
 
 
 class Channel(NamedTuple):
@@ -58,27 +60,38 @@ def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.detach().view(-1).view(torch.uint8)
 
 
-class Transport(Protocol):
+class Frame(NamedTuple):
+    """What a rank brings to an exchange: the purpose, and its numbers."""
+
+    what: str
+    numbers: list[int]
+
+
+class Transport(ABC):
     """How a rank reaches the others."""
 
     rank: int
     size: int
 
+    @abstractmethod
     def open(self, channels: Sequence[Channel]) -> None:
         """Connect channels; every rank passes the same ones in the same order."""
-        ...
 
+    @abstractmethod
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
         """Return the function that sends a buffer: contiguous, unchanged until the wait ends.
 
         An eager send returns at once, even where others block until their receive is posted: a
         receiver that does not know the size yet cannot post it.
         """
-        ...
 
+    @abstractmethod
     def receiver(self, channel: Channel) -> Post:
         """Return the function that receives into a buffer of the size that was sent."""
-        ...
+
+    @abstractmethod
+    def _gather(self, mine: Frame) -> list[Frame]:
+        """What each rank brings to an exchange."""
 
     def exchange(
         self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
@@ -91,33 +104,39 @@ class Transport(Protocol):
                 of them raise a :class:`MismatchError`.
             ragged: whether ranks may pass different amounts.
         """
-        ...
+        frames = self._gather(Frame(what, list(numbers)))
+        calls = [frame.what for frame in frames]
+        if len(set(calls)) > 1:
+            raise MismatchError(
+                f"the ranks disagree on the call: {by_rank(calls)}; make the same calls in the "
+                "same order on every rank"
+            )
+        counts = [len(frame.numbers) for frame in frames]
+        if not ragged and len(set(counts)) > 1:
+            raise TransportError(
+                f"{what} takes equally many numbers of each rank, but got {by_rank(counts)}"
+            )
+        return [list(frame.numbers) for frame in frames]
 
 
-class Alone:
+class Alone(Transport):
     """The transport of a pipeline that runs on one rank."""
 
     rank = 0
     size = 1
 
     def open(self, channels: Sequence[Channel]) -> None:
-        """There are no channels to open."""
         for channel in channels:
             self.sender(channel)
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
-        """There is no rank to send to."""
         raise TransportError(f"{channel}: this process is the only rank; start the others, too")
 
     def receiver(self, channel: Channel) -> Post:
-        """There is no rank to receive from."""
         return self.sender(channel)
 
-    def exchange(
-        self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
-    ) -> list[list[int]]:
-        """The numbers of the only rank."""
-        return [list(numbers)]
+    def _gather(self, mine: Frame) -> list[Frame]:
+        return [mine]
 
 
 class Watched(Protocol):

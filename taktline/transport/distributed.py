@@ -10,10 +10,18 @@ after as many rounds as the number of ranks has binary digits::
 
 Not a collective of gloo: if one of its writes fails while another rank's message comes in, two of
 its threads deadlock.
+
+What a rank sends is a frame. Its purpose is in it, so that a mix-up can be reported::
+
+    word 0     version of this format, with a mark
+    word 1     how many numbers there are
+    word 2 …   the purpose of the exchange, a text of up to 48 bytes
+    word 8 …   the numbers
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from datetime import timedelta
 from errno import ECONNABORTED, ECONNRESET
@@ -25,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from taktline.errors import StageError, TaktlineError, TransportError, text_of
-from taktline.transport.base import Channel, Handle, Post
+from taktline.transport.base import Channel, Frame, Handle, Post, Transport
 from taktline.transport.communicators import (
     Communicator,
     backend_of,
@@ -35,7 +43,7 @@ from taktline.transport.communicators import (
     timeout_of,
 )
 from taktline.transport.control_plane import Member, PeerFailure, Plane
-from taktline.transport.exchange import Frame, agreed, framed, written
+from taktline.transport.exchange import written
 from taktline.transport.exit_hooks import store_name
 from taktline.transport.lanes import Lane
 from taktline.transport.news import OUTSIDE, Cause, Verdict
@@ -45,6 +53,11 @@ _NOTHING = torch.empty(0)
 """Frames go as the marks of a message, without a tensor."""
 _FEW = 4
 """The most ranks that all send their numbers to each other directly."""
+_MARK = 0x7A4B74616B740002
+"""The last two bytes are the version."""
+_HEAD = struct.Struct("<2q48s")
+_MOST = 1 << 24
+"""More numbers than an exchange takes: 128 MiB."""
 
 _NEWS_SECONDS, _LATE_NEWS_SECONDS = 1.6, 0.25
 """How long to wait for the verdict when a connection has ended, or a wait has timed out."""
@@ -62,6 +75,37 @@ _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, Distributed]] = WeakKeyDi
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many transports this process has made for a group; all processes make equally many."""
+
+
+def packed(frame: Frame) -> bytes:
+    """The bytes of a frame."""
+    what, numbers = frame
+    count = len(numbers)
+    if count > _MOST:
+        raise TransportError(f"{what} takes {count:,} numbers; at most {_MOST:,} can be shared")
+    return _HEAD.pack(_MARK, count, what.encode()[:48]) + struct.pack(f"<{count}q", *numbers)
+
+
+def size_of(data: bytes | bytearray, at: int, rank: int) -> int | None:
+    """The number of bytes of a rank's frame at an offset; None if its head is not complete."""
+    if len(data) - at < _HEAD.size:
+        return None
+    mark, count, _ = _HEAD.unpack_from(data, at)
+    if mark != _MARK:
+        raise TransportError(
+            f"rank {rank} has sent no message of an exchange, or one of another version; "
+            "install the same version of Taktline on every rank"
+        )
+    if not 0 <= count <= _MOST:
+        raise TransportError(f"rank {rank} announces {count:,} numbers, more than there can be")
+    return _HEAD.size + 8 * count
+
+
+def unpacked(data: bytes) -> Frame:
+    """The frame in these bytes, which are all of it."""
+    _, count, what = _HEAD.unpack_from(data)
+    numbers = struct.unpack_from(f"<{count}q", data, _HEAD.size)
+    return Frame(what.rstrip(b"\0").decode(errors="replace"), list(numbers))
 
 
 class AllGather:
@@ -84,15 +128,15 @@ class AllGather:
             self._lanes[peer] = Lane(connection, seconds, partial(PeerFailure, [process]))
         self._unread = {peer: bytearray() for peer in self._lanes}
 
-    def exchange(self, mine: bytes) -> list[Frame]:
+    def exchange(self, mine: Frame) -> list[Frame]:
         """Send the frame of this rank, and return the frames of all."""
         try:
-            return self._exchange(mine)
+            return [unpacked(frame) for frame in self._exchange(packed(mine))]
         except PeerFailure:
             self.shut()  # so that no rank waits for what this one cannot pass on
             raise
 
-    def _exchange(self, mine: bytes) -> list[Frame]:
+    def _exchange(self, mine: bytes) -> list[bytes]:
         rank, size = self._rank, self._size
         frames = {rank: mine}
         for ways in self._rounds:
@@ -107,7 +151,7 @@ class AllGather:
                     frames[(source - back) % size] = frame
             for message in leaving:
                 message.wait()
-        return [Frame.read(frames[peer]) for peer in range(size)]
+        return [frames[peer] for peer in range(size)]
 
     def _send(self, messages: dict[int, bytes]) -> list[Handle]:
         """Send each message, even if a rank is lost: the others wait for theirs."""
@@ -126,7 +170,7 @@ class AllGather:
         """The next frames of a rank."""
         data, found, at = self._unread[peer], [], 0
         while len(found) < count:
-            size = Frame.size(data, at, peer)
+            size = size_of(data, at, peer)
             if size is None or len(data) - at < size:
                 data += self._lanes[peer].take()
                 continue
@@ -172,7 +216,7 @@ def _was_cut_off(error: BaseException | None) -> bool:
     return False
 
 
-class Distributed:
+class Distributed(Transport):
     """The ranks of a process group, two or more, over connections of our own.
 
     Numbers go over sockets. So do tensors on the CPU, where two ranks have a lane for each kind of
@@ -377,14 +421,12 @@ class Distributed:
         )
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
-        """Return the function that sends a buffer without waiting."""
         connection = self._opened(channel)
         # What is sent eagerly is never captured, so that a device may be asked about it.
         asks = eager and isinstance(connection, Communicator)
         return partial(connection.send, asks=True) if asks else connection.send
 
     def receiver(self, channel: Channel) -> Post:
-        """Return the function that receives into a buffer without waiting."""
         return self._opened(channel).receive
 
     def _opened(self, channel: Channel) -> Lane | Communicator:
@@ -392,17 +434,12 @@ class Distributed:
             raise TransportError(f"{channel}: rank {self.rank} has not opened this channel")
         return self._connections[channel]
 
-    def exchange(
-        self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
-    ) -> list[list[int]]:
-        """Return the numbers of every rank; all ranks take part."""
+    def _gather(self, mine: Frame) -> list[Frame]:
         all_gather = self._met()
         try:
-            frames = all_gather.exchange(framed(numbers, what))
+            return all_gather.exchange(mine)
         except PeerFailure as failure:
-            raise self._lost(failure, what) from failure
-        agreed(frames, ragged=ragged)
-        return [frame.numbers for frame in frames]
+            raise self._lost(failure, mine.what) from failure
 
     def _greet(self, channel: Channel) -> None:
         """Send one byte: nccl connects at the first message, and waits for the other end."""

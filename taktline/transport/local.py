@@ -28,8 +28,7 @@ import torch
 from taktline.checks import check, check_callable, known_keywords
 from taktline.errors import DeadlockError, TransportError
 from taktline.text import counted
-from taktline.transport.base import Channel, Handle, Post, bytes_of
-from taktline.transport.exchange import Frame, agreed
+from taktline.transport.base import Channel, Frame, Handle, Post, Transport, bytes_of
 
 MOST_RANKS = 1024
 """Of one process: each has a thread."""
@@ -129,7 +128,7 @@ class _ThreadState:
             return fn(rank)
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """The transport of a local rank; :func:`current` returns it.
 
     >>> run(lambda rank: current().exchange([rank * rank]), 3)[0]
@@ -148,32 +147,24 @@ class LocalTransport:
         self._end = "has ended"
 
     def open(self, channels: Sequence[Channel]) -> None:
-        """Connect channels; every rank passes the same ones in the same order."""
         self._opened.update(channels)
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
-        """Return the function that sends a buffer; it is copied once its receive is posted."""
         blocks = self._world.strict and not eager
         return self._poster(channel, channel.sender, "send", blocks)
 
     def receiver(self, channel: Channel) -> Post:
-        """Return the function that receives into a buffer of the size that was sent."""
         return self._poster(channel, channel.receiver, "receive", False)
 
-    def exchange(
-        self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
-    ) -> list[list[int]]:
-        """Return the numbers of every rank; all ranks take part."""
+    def _gather(self, mine: Frame) -> list[Frame]:
         self._check_turn()
         exchange = self._world.exchange
-        exchange.given[self.rank] = Frame(what, list(numbers))
+        exchange.given[self.rank] = mine
         if exchange.done:
             # The next one may begin before all ranks have seen the end of this one.
             self._world.exchange = _Exchange(self.size)
         self._wait(exchange)
-        frames = [exchange.given[rank] for rank in range(self.size)]
-        agreed(frames, ragged=ragged)
-        return [list(frame.numbers) for frame in frames]
+        return [exchange.given[rank] for rank in range(self.size)]
 
     def _poster(self, channel: Channel, rank: int, verb: str, blocks: bool) -> Post:
         """The function that matches a message with the other end's first, or lets it wait."""
@@ -265,16 +256,9 @@ class _World:
     def run(self, fn: Callable[[int], Any]) -> list[Any]:
         """Call a function on each rank, once; all of them have ended after it."""
         results: list[Any] = [None] * len(self.ranks)
-        started = 0
-        try:
-            for rank in self.ranks:
-                name, target = f"rank {rank.rank}", partial(rank._live, fn, results)
-                threading.Thread(target=target, name=name, daemon=True).start()
-                started += 1
-        except BaseException as error:
-            self.interrupts.append(error)
-            for rank in self.ranks[started:]:
-                rank._awaited = None
+        for rank in self.ranks:
+            name, target = f"rank {rank.rank}", partial(rank._live, fn, results)
+            threading.Thread(target=target, name=name, daemon=True).start()
         self.pass_on(self.caller.rank)
         while self.holder is not self.caller:
             try:

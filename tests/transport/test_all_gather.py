@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from taktline.transport.base import Frame
 from taktline.transport.control_plane import Member, PeerFailure, Plane
-from taktline.transport.distributed import AllGather
-from taktline.transport.exchange import framed
+from taktline.transport.distributed import AllGather, packed
 
 SOON = 20.0
 
@@ -48,18 +48,18 @@ def test_every_rank_gets_all_numbers(connect: Any, size: int) -> None:
     ranks = connect(size)
     for numbers in ([], [0, -1, 2**63 - 1, -(2**63)], [3] * 50):
         given = [[*numbers, rank] for rank in range(size)]
-        frames = each(size, lambda rank, g=given: ranks[rank].exchange(framed(g[rank], "x")))
+        frames = each(size, lambda rank, g=given: ranks[rank].exchange(Frame("x", g[rank])))
         assert [[f.numbers for f in found] for found in frames] == [given] * size
 
 
 def test_a_rank_that_is_ahead_is_not_mixed_up(connect: Any) -> None:
     ranks = connect(2)
     for number in range(3):
-        ranks[0]._send({1: framed([number], "x")})
-    ranks[1]._send({0: framed([7], "x")})
+        ranks[0]._send({1: packed(Frame("x", [number]))})
+    ranks[1]._send({0: packed(Frame("x", [7]))})
     for number in range(3):
         (frame,) = ranks[1]._receive(0, 1)
-        assert frame == framed([number], "x")
+        assert frame == packed(Frame("x", [number]))
 
 
 @pytest.mark.parametrize("size", [2, 6])
@@ -67,7 +67,7 @@ def test_a_rank_that_has_left(connect: Any, size: int) -> None:
     ranks = connect(size)
     ranks[size - 1].shut()
     with pytest.raises(PeerFailure) as caught:
-        ranks[0].exchange(framed([1], "x"))
+        ranks[0].exchange(Frame("x", [1]))
     assert not caught.value.timed_out
     assert caught.value.processes == [size - 1]
 
@@ -78,7 +78,7 @@ def test_all_leave_an_exchange_that_cannot_end(connect: Any) -> None:
 
     def failure(rank: int) -> PeerFailure:
         with pytest.raises(PeerFailure) as caught:
-            ranks[rank].exchange(framed([1], "x"))
+            ranks[rank].exchange(Frame("x", [1]))
         return caught.value
 
     assert not any(found.timed_out for found in each(7, failure))
@@ -87,7 +87,7 @@ def test_all_leave_an_exchange_that_cannot_end(connect: Any) -> None:
 def test_a_rank_that_says_nothing(connect: Any) -> None:
     ranks = connect(2, seconds=0.2)
     with pytest.raises(PeerFailure) as caught:
-        ranks[0].exchange(framed([1], "x"))
+        ranks[0].exchange(Frame("x", [1]))
     assert caught.value.timed_out
     assert caught.value.processes == [1]
 

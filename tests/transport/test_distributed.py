@@ -18,11 +18,10 @@ from taktline.transport import (
     Handle,
     Transport,
     distributed,
-    exchange,
     local,
     transport_of,
 )
-from taktline.transport.base import Alone
+from taktline.transport.base import Alone, Frame
 from taktline.transport.communicators import Communicator
 from taktline.transport.control_plane import PeerFailure
 from taktline.transport.distributed import Distributed
@@ -424,10 +423,10 @@ def test_local_ranks_in_different_exchanges() -> None:
     ("words", "text"),
     [
         ([0, 0], "rank 3 has sent no message of an exchange, or one of another version;"),
-        ([exchange._MARK + 1, 0], "rank 3 has sent no message of an exchange, or one of"),
-        ([exchange._MARK, -1], "rank 3 announces -1 numbers, more than there can be"),
+        ([distributed._MARK + 1, 0], "rank 3 has sent no message of an exchange, or one of"),
+        ([distributed._MARK, -1], "rank 3 announces -1 numbers, more than there can be"),
         (
-            [exchange._MARK, 2**60],
+            [distributed._MARK, 2**60],
             "rank 3 announces 1,152,921,504,606,846,976 numbers, more",
         ),
     ],
@@ -435,22 +434,22 @@ def test_local_ranks_in_different_exchanges() -> None:
 def test_an_invalid_frame(words: list[int], text: str) -> None:
     frame = struct.pack("<8q", *words, *[0] * 6)
     with pytest.raises(TransportError) as caught:
-        exchange.Frame.size(frame, 0, rank=3)
+        distributed.size_of(frame, 0, rank=3)
     assert str(caught.value).startswith(text)
 
 
 def test_what_an_exchange_is_for_may_be_any_bytes() -> None:
-    frame = exchange.framed([1], "x")
+    frame = distributed.packed(Frame("x", [1]))
     frame = frame[:16] + b"\xff" * 48 + frame[64:]
-    assert set(exchange.Frame.read(frame).what) == {"\ufffd"}
+    assert set(distributed.unpacked(frame).what) == {"\ufffd"}
 
 
 def test_an_exchange_has_its_limits() -> None:
-    numbers = range(exchange._MOST + 1)
+    numbers = [0] * (distributed._MOST + 1)
     with pytest.raises(
         TransportError, match=r"a trace takes 16,777,217 numbers; at most 16,777,21"
     ):
-        exchange.framed(numbers, "a trace")
+        distributed.packed(Frame("a trace", numbers))
 
 
 WHAT = "(activations from rank 0 to rank 1)"

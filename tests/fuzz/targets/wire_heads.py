@@ -11,8 +11,8 @@ from torch import nn
 
 from taktline.runtime import ports
 from taktline.stage import PipelineStage
-from taktline.transport import exchange as frames
-from taktline.transport.exchange import Frame, framed
+from taktline.transport import distributed as frames
+from taktline.transport.base import Alone, Frame
 
 NUMBERS = [0, 1, -1, 3, 47, 48, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, -(2**63)]
 
@@ -23,7 +23,8 @@ def draw(random: Random) -> tuple[str, bytes]:
         status = random.choice([ports._DONE, ports._DONE, ports._FAILED, 0])
         head = [status, *(random.choice(NUMBERS) for _ in range(2))]
         return "head", (struct.pack("<3q", *head) + random.randbytes(80)).ljust(512, b"\0")
-    data = framed([random.choice(NUMBERS) for _ in range(random.randrange(6))], "step()")
+    numbers = [random.choice(NUMBERS) for _ in range(random.randrange(6))]
+    data = frames.packed(Frame("step()", numbers))
     for _ in range(random.randrange(4)):
         word = struct.pack("<q", random.choice([*NUMBERS, frames._MARK]))
         at = 8 * random.randrange(len(data) // 8)
@@ -41,14 +42,23 @@ class _Done:
         """It is there already."""
 
 
+class _Second(Alone):
+    """A rank beside another one, which has sent these bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def _gather(self, mine: Frame) -> list[Frame]:
+        return [frames.unpacked(self._data), mine]
+
+
 def try_(input: tuple[str, bytes]) -> None:
     """Read the bytes as a rank does."""
     kind, data = input
     if kind == "frame":
-        other = Frame.read(framed([1, 2], "step()"))
-        size = Frame.size(data, 0, 0)
+        size = frames.size_of(data, 0, 0)
         if size is not None and size <= len(data):
-            frames.agreed([Frame.read(data), other], ragged=False)
+            _Second(data).exchange([1, 2], "step()")
         return
     left = [data]
 
