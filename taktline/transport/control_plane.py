@@ -251,7 +251,7 @@ class Plane(Ring):
     def announce(self, verdict: Verdict) -> None:
         """Leave all groups; before this returns, the kernel has what the neighbours are told."""
         with self._lock:
-            self._conclude(verdict, lambda member: True)
+            self._conclude(verdict, [member.place for member in self._members])
 
     def raised(self, error: BaseException) -> None:
         """Announce that an error ends this program, unless all members have a verdict."""
@@ -343,10 +343,9 @@ class Plane(Ring):
             now = self._now()
             for loss in [each for each in self._lost if each[0] <= now]:
                 self._lost.remove(loss)
-                process = loss[1]
-                if self.news.gone.get(process) == LOST:  # no goodbye has come by another way
-                    verdict = Verdict(Cause.LOST, process)
-                    self._conclude(verdict, lambda member: process in member.processes)
+                if self.news.gone.get(loss[1]) == LOST:  # no goodbye has come by another way
+                    places = [m.place for m in self._members if loss[1] in m.processes]
+                    self._conclude(Verdict(Cause.LOST, loss[1]), places)
             self._spread()
 
     # News. What follows is called with the lock.
@@ -415,7 +414,7 @@ class Plane(Ring):
                 self._left.setdefault(place, verdict)
             _trim(self._left, _PLACES)
             if process != self.process:
-                self._conclude(verdict, lambda member: member.place in places)
+                self._conclude(verdict, places)
 
     def _note_gone(self, process: int, how: str) -> None:
         if process not in self.news.gone or how == ENDED:
@@ -433,17 +432,17 @@ class Plane(Ring):
 
     # Verdicts.
 
-    def _conclude(self, verdict: Verdict, concerns: Callable[[Member], bool]) -> None:
-        """If a verdict concerns one member, leave all of them, and tell their groups.
+    def _conclude(self, verdict: Verdict, places: Collection[str]) -> None:
+        """If a verdict is about the place of one member, leave all of them, and tell their groups.
 
         All of them: a process that has lost a replica, say, does not come to its pipeline either.
         """
-        leaving = [member for member in self._members if member.verdict is None]
-        if not any(map(concerns, leaving)):
+        leaving = {m.place: m for m in list(self._members) if m.verdict is None}
+        if leaving.keys().isdisjoint(places):
             return
         # First the news: this process may end as soon as its members have left.
-        self._send("left", (self.process, verdict, [member.place for member in leaving]))
-        for member in leaving:
+        self._send("left", (self.process, verdict, [*leaving]))
+        for member in leaving.values():
             self._leave(member, verdict)
 
     def _leave(self, member: Member, verdict: Verdict) -> None:
