@@ -154,15 +154,12 @@ def mapped(
     """
     if isinstance(value, _LEAVES):
         return change(value)
-    kind, children = type(value), children_of(value)
+    kind, children, made = type(value), children_of(value), {} if made is None else made
     if isinstance(value, Iterator):
         raise _refused(kind, "is used up by a call, and stages make theirs anew; pass a list")
     is_open = kind in _MADE_ANEW or id(value) in opened
-    if not children and kind in (tuple, slice):
-        return value
     if children is None or not (is_open or any(isinstance(p, _LEAVES) for _, p in walk(value))):
         return value
-    made = {} if made is None else made
     if id(value) in made:
         if made[id(value)] is None:
             raise _refused(kind, "refers to itself, which stages cannot do; pass on what it has")
@@ -198,43 +195,15 @@ def filled(template: Any, values: Mapping[Any, Any], made: dict[int, Any] | None
     made = {} if made is None else made
     if id(template) in made:
         return made[id(template)]
-    if kind is tuple:
-        result = tuple([filled(part, values, made) for part in template])
-    elif kind is dict:
+    if kind is dict:
         result = {key: filled(part, values, made) for key, part in template.items()}
-    elif kind is list:
-        result = [filled(part, values, made) for part in template]
     else:
-        result = template.filled([filled(part, values, made) for part in template.parts])
+        parts = template.parts if kind is Node else template
+        result = [filled(part, values, made) for part in parts]
+        if kind is not list:
+            result = tuple(result) if kind is tuple else template.filled(result)
     made[id(template)] = result
     return result
-
-
-def swapped(
-    value: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: set[int] | None = None
-) -> Any:
-    """A nested value with other tensors: in the same lists, dicts and objects, but new tuples."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    seen, children = set() if seen is None else seen, children_of(value)
-    if not children or id(value) in seen:
-        return value
-    if not isinstance(value, (tuple, slice)):
-        seen.add(id(value))
-    parts = [swapped(part, change, seen) for _, part in children]
-    changed = [(k, new) for (k, old), new in zip(children, parts, strict=True) if new is not old]
-    if changed and isinstance(value, slice):
-        return slice(*parts)
-    if changed and isinstance(value, tuple):
-        spec = pytree.tree_structure(value, is_leaf=lambda part: part is not value)
-        return pytree.tree_unflatten(parts, spec)
-    container: Any = value
-    for (is_attribute, key), new in changed:
-        if is_attribute:
-            object.__setattr__(container, key, new)
-        else:
-            container[key] = new
-    return value
 
 
 def parts_in(template: Any, kind: type[Part]) -> list[Part]:
@@ -301,47 +270,38 @@ def device_of(tree: Any) -> torch.device:
 
 
 _CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
-_DEPTH = 100
 
 
-def key_of(value: Any, tensors: list[Any], depth: int = 0) -> Any:
+def key_of(value: Any, tensors: list[Any]) -> Any:
     """All that a forward can see of an argument without its data; adds the tensors in it to a list.
 
     Without pytree where possible: this runs in each call.
     """
     kind = type(value)
-    if kind is Absent or kind is torch.Tensor:
+    if kind is torch.Tensor or isinstance(value, _LEAVES):
         tensors.append(value)
         return (value.shape, value.dtype)
     if kind is tuple or kind is list:
-        return (kind, *[key_of(part, tensors, depth + 1) for part in value])
+        return (kind, *[key_of(part, tensors) for part in value])
     if kind is dict:
-        return (kind, *[(key, key_of(part, tensors, depth + 1)) for key, part in value.items()])
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return (value.shape, value.dtype)
+        return (kind, *[(key, key_of(part, tensors)) for key, part in value.items()])
     if value is None or isinstance(value, _CONSTANTS):
         return (kind, value)
     if kind is slice:
-        return (kind, key_of((value.start, value.stop, value.step), tensors, depth + 1))
-    if depth > _DEPTH:
-        raise PartitionError(
-            f"an argument of the model ({kind.__name__}) refers to itself; pass what it has, and "
-            "let the forward make it"
-        )
+        return (kind, key_of((value.start, value.stop, value.step), tensors))
     if is_object(value) and kind not in pytree.SUPPORTED_NODES:
-        return (kind, key_of(attributes_of(value), tensors, depth + 1))
+        return (kind, key_of(attributes_of(value), tensors))
     leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: type(part) is Absent)
-    if spec.is_leaf():
-        try:
-            hash(value)
-        except TypeError as error:
-            raise PartitionError(
-                f"an argument of the model cannot be compared with that of other calls ({error}); "
-                "pass tensors, numbers and texts, also in lists, dicts and dataclasses"
-            ) from None
-        return value  # compared by its own equality
-    return (spec, *[key_of(leaf, tensors, depth + 1) for leaf in leaves])
+    if not spec.is_leaf():
+        return (spec, *[key_of(leaf, tensors) for leaf in leaves])
+    try:
+        hash(value)
+    except TypeError as error:
+        raise PartitionError(
+            f"an argument of the model cannot be compared with that of other calls ({error}); "
+            "pass tensors, numbers and texts, also in lists, dicts and dataclasses"
+        ) from None
+    return value  # compared by its own equality
 
 
 def without_cache(names: Collection[str], kwargs: Kwargs) -> Kwargs:

@@ -91,7 +91,7 @@ def arguments_of_forward(model: nn.Module) -> tuple[str, ...]:
 def _learned(cut: CutModel, model: nn.Module, call: Call, record: Record | None = None) -> Known:
     """The recorded forward of an example."""
     with torch.enable_grad(), torch.inference_mode(False):
-        key = key_of_kind(key_of(call, []), model.training, device_of(call), (), ())
+        key = key_of_kind(key_of(call, []), model.training, device_of(call), None)
         known = cut.learn(model.training, lambda: record or record_twice(cut.empty, call))
         cut.known(key).append(known)
     return known

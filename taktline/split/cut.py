@@ -80,21 +80,17 @@ class Modes(NamedTuple):
     grad: bool
     autocast: tuple[tuple[str, torch.dtype | None], ...]
     """For each type of device the type in which autocast computes; None if it is off."""
-    settings: tuple[Any, ...] = ()
+    settings: tuple[Any, ...]
 
     @classmethod
     def now(cls, devices: tuple[str, ...]) -> Modes:
-        """The modes of this thread that a call differs in, for some types of devices."""
+        """The modes of this thread, for some types of devices."""
         autocast = [
             (each, torch.get_autocast_dtype(each) if torch.is_autocast_enabled(each) else None)
             for each in devices
         ]
-        return cls(torch.is_grad_enabled(), tuple(autocast))
-
-    @classmethod
-    def all_now(cls, devices: tuple[str, ...]) -> Modes:
-        """All modes of this thread."""
-        return cls.now(devices)._replace(settings=tuple([ask() for ask, _ in _SETTINGS]))
+        settings = tuple([ask() for ask, _ in _SETTINGS])
+        return cls(torch.is_grad_enabled(), tuple(autocast), settings)
 
     @contextmanager
     def instead_of(self, outer: Modes) -> Iterator[None]:
@@ -120,16 +116,26 @@ class CheckpointRegion(NamedTuple):
     preserves_rng: bool
 
 
-class Extra(NamedTuple):
-    """A tensor that a unit leaves elsewhere than in its output."""
+class Root(Enum):
+    """Where a step may leave a tensor."""
 
-    value: Value
+    OUTPUT = "output"
+    ARGUMENTS = "arguments"
+    ATTRIBUTES = "attributes"
+    """Those of a module inside of the unit."""
+    INNER_OUTPUT = "inner output"
+    """What a module inside of the unit returns."""
+
+
+class Place(NamedTuple):
+    """Where a step leaves a tensor: a path from a root."""
+
     path: Path
-    """The place in the arguments, in the attributes of a module, or in the output of one."""
-    module: str | None = None
-    """The module inside of the unit; None for the arguments."""
-    call: int | None = None
-    """Of an output: which call of the module inside of the unit."""
+    root: Root = Root.OUTPUT
+    module: str = ""
+    """The module inside of the unit, for the last two roots."""
+    call: int = 0
+    """Which call of that module inside of the unit."""
 
 
 @dataclass(eq=False, slots=True)
@@ -141,22 +147,25 @@ class Step:
     """A function, or the name of a unit."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Any
-    """With values in the places of tensors; of a read, what was read."""
     modes: Modes
     line: str
     """Where the user's code does this."""
-    region: tuple[CheckpointRegion, ...] = ()
+    region: tuple[CheckpointRegion, ...]
     """The checkpoints around it, from the outermost on."""
+    places: dict[Value, Place] = field(default_factory=dict)
+    """Where the tensors are that it makes."""
+    constants: list[tuple[Path, Any]] = field(default_factory=list)
+    """The numbers, texts and None in the output of a unit."""
+    found: Any = None
+    """What a read has found."""
+    is_guard: bool = False
+    """Whether a read asks for data of arguments alone."""
     writes: frozenset[int] = frozenset()
     """The memory that it changes."""
     draws: bool = False
     """Whether it must run once alone: it draws random numbers, or has side effects."""
-    extras: list[Extra] = field(default_factory=list)
     call: int = 0
     """Of a unit: which call of it."""
-    is_known: bool = True
-    """Of a read: whether it reads data of arguments alone."""
 
     @property
     def reads(self) -> list[Value]:
@@ -167,13 +176,6 @@ class Step:
     def states(self) -> list[State]:
         """The parameters and buffers that it needs."""
         return parts_in((self.args, self.kwargs), State)
-
-    @property
-    def makes(self) -> list[Value]:
-        """The values that it returns or leaves elsewhere."""
-        if self.kind is StepKind.READ:
-            return []
-        return [*parts_in(self.output, Value), *(extra.value for extra in self.extras)]
 
 
 @dataclass(eq=False)
@@ -189,15 +191,13 @@ class Record:
     memory: dict[Value, int]
     """The memory in which each value lies; views of a value lie in the same."""
     state_memory: dict[str, int]
-    """The memory of parameters and buffers."""
+    """The memory of all parameters and buffers."""
     aliases: dict[str, tuple[str, ...]]
     """Of a tied parameter: all names that the model has for it."""
     is_parameter: Container[str]
     """The names of parameters."""
     names: dict[Value, str]
     """How to call a value in a message."""
-    changes_buffers: set[str] = field(default_factory=set)
-    """The units that change their buffers."""
     sized: set[Value] = field(default_factory=set)
     """The values whose sizes depend on data."""
     metas: dict[Value, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
@@ -223,17 +223,17 @@ class StagePlan:
     """What one stage does."""
 
     steps: list[Step]
-    received: tuple[Value, ...] = ()
+    received: tuple[Value, ...]
     """The values that come from the stage before."""
-    sent: tuple[Value, ...] = ()
+    sent: tuple[Value, ...]
     """The values that go to the next stage."""
-    arguments: frozenset[Value] = frozenset()
-    """The arguments of the model that this stage or a later one needs."""
-    copied: frozenset[Value] = frozenset()
+    taken: frozenset[Value]
+    """The arguments of the model that this stage needs."""
+    arguments: frozenset[Value]
+    """The arguments of the model that this stage or a later one gets."""
+    copied: frozenset[Value]
     """The arguments and received values that the stage changes in place."""
-    first: frozenset[Value] = frozenset()
-    """Of the first stage: all arguments that it needs."""
-    guards: list[Step] = field(default_factory=list)
+    guards: list[Step]
     """The reads of arguments that must be as they were recorded, and what they need."""
 
     @property
@@ -263,70 +263,59 @@ class StepPlacement:
         self.at = {step: bisect(starts, place) for place, step in enumerate(record.steps)}
         self.given = set(parts_in(record.given, Value))
         self.homes: dict[Value, int] = dict.fromkeys(self.given, 0)
-        self.made: dict[Step, list[Value]] = {}
         for step, stage in self.at.items():
-            self.made[step] = [value for value in step.makes if value not in self.homes]
-            self.homes |= dict.fromkeys(self.made[step], stage)
+            for value in step.places:
+                self.homes.setdefault(value, stage)
+        self.writes = {memory: step for step in record.steps for memory in step.writes}
+        self.changed = {n: m for n, m in record.state_memory.items() if m in self.writes}
         self.free, self.bound = self._find_free()
         self._require_one_stage_for_changes()
 
     def _find_free(self) -> tuple[set[Step], set[Value]]:
         """The steps that depend on the arguments alone, and the values that do not."""
         record, pinned = self.record, set[int]()
-        written = {memory for step in record.steps for memory in step.writes}
-        changed = {n for n, memory in record.state_memory.items() if memory in written}
         while True:
             bound = {value for value, memory in record.memory.items() if memory in pinned}
-            free, before = set[Step](), len(pinned)
+            free, made, before = set[Step](), set(self.given), len(pinned)
             for step in record.steps:
+                states = {state.name for state in step.states}
                 if (
                     step.kind is not StepKind.UNIT
                     and not step.draws
-                    and bound.isdisjoint((*step.reads, *step.makes))
-                    and not any(s.name in record.is_parameter for s in step.states)
-                    and not any(s.name in changed for s in step.states)
+                    and bound.isdisjoint((*step.reads, *step.places))
+                    and not any(name in record.is_parameter for name in states)
+                    and states.isdisjoint(self.changed)
                 ):
                     free.add(step)
                 else:
-                    bound.update(self.made[step])
+                    bound.update(value for value in step.places if value not in made)
                     pinned |= step.writes
+                made.update(step.places)
             if len(pinned) == before:
                 return free, bound
 
     def _require_one_stage_for_changes(self) -> None:
         """Raise if a buffer or parameter is changed by one stage and used by another."""
-        record, uses = self.record, defaultdict[int, set[int]](set)
-        writes = {memory: step for step in self.at for memory in step.writes}
-        changed = {n: memory for n, memory in record.state_memory.items() if memory in writes}
-        for step, stage in self.at.items() if changed else ():
+        uses = defaultdict[int, set[int]](set)
+        for step, stage in self.at.items() if self.changed else ():
             states = {state.name for state in step.states}
-            viewed = {record.memory[value] for value in step.reads}
+            viewed = {self.record.memory[value] for value in step.reads}
             unit = f"{step.target}." if step.kind is StepKind.UNIT else "?"
-            for name, memory in changed.items():
+            for name, memory in self.changed.items():
                 if name in states or memory in viewed or name.startswith(unit):
                     uses[memory].add(stage)
-        for name, memory in changed.items():
+        for name, memory in self.changed.items():
             if len(uses[memory]) > 1:
                 raise PartitionError(
-                    f"{writes[memory].line} changes {name!r}, which stages {sorted(uses[memory])} "
-                    "use; cut the model so that one stage has all uses of it"
-                )
-        for name in record.changes_buffers:
-            stages = {
-                at for s, at in self.at.items() if s.kind is StepKind.UNIT and s.target == name
-            }
-            if len(stages) > 1:
-                *first, last = map(str, sorted(stages))
-                raise PartitionError(
-                    f"the forward calls {name!r} in stages {', '.join(first)} and {last}, and each "
-                    "would change its own copy of the buffers; cut the model so that all calls are "
-                    "in one stage"
+                    f"{self.writes[memory].line} changes {name!r}, which stages "
+                    f"{sorted(uses[memory])} use; cut the model so that one stage has all uses "
+                    "of it"
                 )
 
     def plans(self) -> list[StagePlan]:
         """What each stage does."""
-        free = [step for step in self.at if step in self.free]
-        guards, needed = self._needed(free, set(), lambda step: step.kind is StepKind.READ)
+        reads = [step for step in self.at if step in self.free]
+        guards, needed = self._needed(reads, set(), lambda step: step.kind is StepKind.READ)
         arguments = needed & self.given
         needed = set(parts_in(self.record.result, Value))
         found: list[StagePlan] = []
@@ -336,18 +325,18 @@ class StepPlacement:
             steps, needed = self._needed(own, needed, self._must_run)
             arguments |= (needed & self.given) - self.bound
             crossing = {v for v in needed & self.bound if self.homes[v] < stage}
-            plan = StagePlan(steps, tuple(sorted(crossing)), sent, frozenset(arguments))
-            plan.guards = guards
-            if stage == 0:
-                plan.first = frozenset(needed & self.given)
-            plan.copied = self._copied(plan, stage)
-            found.append(plan)
+            received = tuple(sorted(crossing))
+            taken = frozenset(arguments | (needed & self.given if stage == 0 else set()))
+            copied = self._copied(steps, {*received, *taken}, stage)
+            found.append(
+                StagePlan(steps, received, sent, taken, frozenset(arguments), copied, guards)
+            )
             needed = crossing
         return found[::-1]
 
     def _must_run(self, step: Step) -> bool:
         """Whether a step runs even if nothing needs what it makes."""
-        is_pure = step.kind is StepKind.CALL and not step.draws and not step.writes and step.makes
+        is_pure = step.kind is StepKind.CALL and not step.draws and not step.writes and step.places
         return step not in self.free and not is_pure
 
     def _needed(
@@ -358,19 +347,19 @@ class StepPlacement:
         for step in reversed(steps):
             if (
                 must_run(step)
-                or not needed.isdisjoint(step.makes)
+                or not needed.isdisjoint(step.places)
                 or any(memory[value] in step.writes for value in needed)
             ):
                 own.append(step)
                 needed.update(step.reads)
         return own[::-1], needed
 
-    def _copied(self, plan: StagePlan, stage: int) -> frozenset[Value]:
+    def _copied(self, steps: Sequence[Step], given: set[Value], stage: int) -> frozenset[Value]:
         """The values that a stage must copy before it changes them in place."""
         memory = self.record.memory
-        writes = {place: step for step in plan.steps for place in step.writes}
+        writes = {place: step for step in steps for place in step.writes}
         copied: dict[int, Value] = {}
-        for value in {*plan.received, *plan.first, *plan.arguments}:
+        for value in given:
             step = writes.get(memory[value])
             if step is not None and copied.setdefault(memory[value], value) != value:
                 raise PartitionError(
@@ -388,7 +377,7 @@ def starts_of(record: Record, cuts: Sequence[Cut], name: str) -> list[int]:
         if cut not in calls:
             raise PartitionError(
                 f"the forward of {name} does not call {cut!r}, so no stage can begin there; name "
-                "a submodule that it calls"
+                "a submodule that it calls, as block(x), not block.forward(x)"
             )
     for cut, following in pairwise(cuts):
         if calls[following] < calls[cut]:

@@ -16,8 +16,7 @@ from taktline.checks import check, known_keywords, refuse
 from taktline.device import keep_generators, require_usable_device
 from taktline.errors import StateError
 from taktline.split.recorded_stage import model_of
-from taktline.split.recorder import replaced
-from taktline.split.without_data import ancestors
+from taktline.split.without_data import ancestors, replaced
 from taktline.stage.names import declared
 
 M = TypeVar("M", bound=nn.Module)

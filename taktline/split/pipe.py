@@ -26,9 +26,9 @@ from taktline.split.arguments import Args, Call, Kwargs, Value, parts_in
 from taktline.split.by_names import arguments_of_forward, as_call, stages_of, without_compiler
 from taktline.split.cut import Cut, Record, Step, StepKind
 from taktline.split.on_meta import materialise
-from taktline.split.record import record_twice
+from taktline.split.record import record_twice, recording
 from taktline.split.recorded_stage import CutModel
-from taktline.split.recorder import PIPE_SPLIT, name_of, recording
+from taktline.split.recorder import PIPE_SPLIT, name_of
 from taktline.split.stages import require_stage
 from taktline.split.without_data import EmptyModel
 from taktline.stage import PipelineStage, Tie
@@ -133,7 +133,7 @@ class Pipe(nn.Module):
         """Print which stage calls which, and the steps of each stage."""
         self.split_gm.print_readable()
         for stage in range(self.num_stages):
-            known = vars(self.get_stage_module(stage))["_runner"].cut.first
+            known = vars(self.get_stage_module(stage))["_cut"].first
             print(f"submod_pp_{stage}:")
             for step in known.plans[stage].steps:
                 print(f"    {_called(step)}  # {step.line}")
@@ -322,7 +322,7 @@ def _marks_of_policy(policy: Policy, record: Record, model: nn.Module) -> list[i
             given = tuple(values[part] for part in (*step.reads, *step.states))
             node = graph.create_node(op, target, given, {}, _called(step))
             places[node.name] = place + 1
-            values |= dict.fromkeys(step.makes, node)
+            values |= dict.fromkeys(step.places, node)
     graph.output([values[value] for value in parts_in(record.result, Value)])
     split = policy(fx.GraphModule(model, graph))
     if not isinstance(split, fx.GraphModule):

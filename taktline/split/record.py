@@ -1,26 +1,28 @@
-"""Records the forward of a model without data, and once more to find what does not repeat.
-
-A number that a forward draws from ``random`` or numpy, or reads from a clock, would be a constant
-of the record. Another run, with generators in another state, has another constant.
-"""
+"""Records a forward twice, and refuses what differs: the functions that are replaced meanwhile."""
 
 from __future__ import annotations
 
+import inspect
+import logging
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as torch_checkpoint
 
 from taktline import pytree
-from taktline.device import keep_generators
-from taktline.errors import PartitionError
+from taktline.errors import PartitionError, TorchVersionError
+from taktline.private import missing, private
+from taktline.side_values import SideValues, add_loss, side_values
 from taktline.split.arguments import (
     Absent,
     Call,
@@ -30,17 +32,15 @@ from taktline.split.arguments import (
     device_of,
     filled,
     mapped,
-    parts_in,
     walk,
 )
 from taktline.split.cut import Record, Step, StepKind
-from taktline.split.recorder import Recorder, patched
-from taktline.split.without_data import SAME_TYPES, Casts, EmptyModel, Fakes, joined
+from taktline.split.recorder import OWN_OF_MODULES, Recorder
+from taktline.split.without_data import EmptyModel, Fakes, Types, joined, replaced
 
 _lock = threading.RLock()
 """One forward is recorded at a time: functions of torch are replaced meanwhile."""
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, slice, Enum)
-_OWN_OF_MODULES = frozenset(vars(nn.Module()))
 _DEPTH = 4
 """How deep in the attributes of modules changes are found."""
 
@@ -48,7 +48,7 @@ _DEPTH = 4
 def record_twice(
     empty: EmptyModel,
     call: Call,
-    casts: Casts = SAME_TYPES,
+    types: Types | None = None,
     device: torch.device | None = None,
 ) -> Record:
     """The record of a call; raises if no two records are alike.
@@ -58,36 +58,76 @@ def record_twice(
     """
     device = device or device_of(call)
     device = torch.device("cpu") if device.type == "meta" else device
-    changed, found, alike = list[str](), None, 0
-    last, before = None, _state_of(empty)
+    difference, alike, last, before = None, 0, None, _state_of(empty)
     for attempt in range(5):
-        with _seeded(attempt) as is_drawn:
-            made = _record(empty, call, device, casts)
-            wanted = 3 if is_drawn() else 1  # a choice may be the same by chance
+        with _seeded(attempt) as has_drawn:
+            made = _record(empty, call, device, types)
+            wanted = 3 if has_drawn() else 1  # a choice may be the same by chance
         after = _state_of(empty)
-        changed = [name for name in after if before.get(name) != after[name]]
-        found = None if last is None else _first_difference(last, made)
         lines = hash(tuple((step.kind, step.line) for step in made.steps))
-        alike += 0 if last is None else 1
-        if changed or found:
-            alike = 0
-        elif alike >= wanted or (last is None and wanted == 1 and lines in empty.seen):
+        if last is not None:
+            difference = _change(empty, before, after) or _difference(last, made)
+            alike = 0 if difference else alike + 1
+        is_known = before == after and wanted == 1 and lines in empty.seen
+        if alike >= wanted or is_known:
             empty.seen.add(lines)
             return made
         if attempt > 1 and not alike:  # a first call may fill a cache of the model
             break
         last, before = made, after
-    if changed:
-        raise PartitionError(
-            f"the forward of {empty.kind.__name__} changes its attribute {changed[0]!r} in each "
-            "call, which stages cannot follow; keep what changes in a buffer, and change it in "
-            "place, or in a submodule that one stage runs"
-        )
-    raise PartitionError(
-        f"{found} does something else in each call: it depends on a number that Python, numpy or a "
+    raise PartitionError(difference)
+
+
+def _change(empty: EmptyModel, before: dict[str, str], after: dict[str, str]) -> str | None:
+    """What has changed in the model; None if nothing has."""
+    changed = [name for name in after if before.get(name) != after[name]]
+    return changed and (
+        f"the forward of {empty.kind.__name__} changes its attribute {changed[0]!r} in each "
+        "call, which stages cannot follow; keep what changes in a buffer, and change it in "
+        "place, or in a submodule that one stage runs"
+    )
+
+
+def _difference(one: Record, other: Record) -> str | None:
+    """The first step in which two records differ; None if they are alike."""
+    line = None
+    for first, second in zip_longest(one.steps, other.steps):
+        if not (first and second and _summary(first) == _summary(second)):
+            line = (second or first).line
+            break
+    if line is None and _comparable(one.result) != _comparable(other.result):
+        line = "the output of the forward"
+    return line and (
+        f"{line} does something else in each call: it depends on a number that Python, numpy or a "
         "generator of its own has drawn, or on the time; draw numbers with torch, such as "
         "torch.rand(()), or move it into a submodule that one stage runs"
     )
+
+
+def _summary(step: Step) -> tuple[Any, ...]:
+    """All of a step that must repeat."""
+    target = step.target if step.kind is StepKind.UNIT else type(step.target)
+    name = getattr(step.target, "__qualname__", None) or str(target)
+    modes = (step.kind, step.modes, step.region, step.draws, len(step.writes))
+    found = step.found if step.is_guard else None
+    return (name, modes, _comparable((step.args, step.kwargs, found)))
+
+
+def _comparable(template: Any) -> Any:
+    """The constants in a template, and values in their places."""
+    if isinstance(template, (Value, State)):
+        return template
+    if isinstance(template, torch.Tensor):
+        return (template.shape, repr(template.to_dense().tolist()))
+    if isinstance(template, _CONSTANTS):
+        return repr(template)
+    if isinstance(template, Node):
+        return (template.kind, repr(template.keys), _comparable(template.parts))
+    if isinstance(template, dict):
+        return (list(template), _comparable(list(template.values())))
+    if isinstance(template, (list, tuple)):
+        return [_comparable(part) for part in template]
+    return type(template)
 
 
 _EDGES = (64, 316513203)
@@ -121,12 +161,12 @@ def _seeded(attempt: int) -> Iterator[Callable[[], bool]]:
             numpy.random.set_state(numpy_before)
 
 
-def _record(empty: EmptyModel, call: Call, device: torch.device, casts: Casts) -> Record:
+def _record(empty: EmptyModel, call: Call, device: torch.device, types: Types | None) -> Record:
     """Run the forward of a model once with these arguments."""
-    fakes = Fakes(device, casts)
+    fakes, devices = Fakes(device, types), [device] if device.type == "cuda" else []
     with (
         _lock,
-        keep_generators([device]),
+        torch.random.fork_rng(devices),
         torch.compiler.set_stance("force_eager"),
         empty.filled(fakes.own),
     ):
@@ -141,7 +181,7 @@ def _record(empty: EmptyModel, call: Call, device: torch.device, casts: Casts) -
             (args, kwargs), lambda tensor: recorder.value(tensor, "an argument of the model")
         )
         try:
-            with patched(recorder, empty.model), recorder:
+            with _patched(recorder, empty.model), recorder:
                 output = empty.model(*args, **kwargs)
             recorder.require_same_draws()
             if recorder.refusal is not None:
@@ -164,49 +204,17 @@ def _record(empty: EmptyModel, call: Call, device: torch.device, casts: Casts) -
     return made
 
 
-def _outer(empty: EmptyModel) -> list[tuple[str, nn.Module, dict[str, Any]]]:
-    """The modules that are in no unit, with their names and attributes."""
+# What the forward keeps in the model
+
+
+def _outer(empty: EmptyModel) -> list[tuple[str, dict[str, Any]]]:
+    """The names of modules that are in no unit, with their attributes and buffers."""
     inside = {id(part) for unit in empty.modules.values() for part in unit.modules()}
     return [
-        (name, module, {k: v for k, v in vars(module).items() if k not in _OWN_OF_MODULES})
+        (name, {k: v for k, v in vars(module).items() if k not in OWN_OF_MODULES})
         for name, module in empty.model.named_modules()
         if id(module) not in inside
     ]
-
-
-def _held_tensors(empty: EmptyModel) -> dict[str, torch.Tensor]:
-    """The tensors in attributes of modules that are in no unit."""
-    return {
-        joined(name, ".".join(str(key) for _, key in at)): part
-        for name, _, attributes in _outer(empty)
-        for at, part in walk(attributes)
-        if isinstance(part, torch.Tensor)
-    }
-
-
-def _require_kept(empty: EmptyModel, recorder: Recorder, held: dict[str, torch.Tensor]) -> None:
-    """Raise if the forward has put another tensor into a buffer, or an attribute that it uses."""
-    after = _held_tensors(empty)
-    for name, tensor in held.items():
-        if id(tensor) in recorder.constants and after.get(name) is not tensor:
-            raise PartitionError(
-                f"the forward of {empty.kind.__name__} uses its attribute {name!r}, and sets it "
-                "for the next call, which stages cannot follow; keep it in a buffer, and change it "
-                "in place, with copy_()"
-            )
-    buffers = [(joined(p, key), t) for p, m, _ in _outer(empty) for key, t in m._buffers.items()]
-    for name, tensor in buffers:
-        needed = {recorder.values.get(id(tensor))} - {None}
-        differs = False
-        for step in reversed(recorder.record.steps if needed else ()):
-            if not needed.isdisjoint(step.makes):
-                needed.update(step.reads)
-                differs |= step.kind is StepKind.UNIT or step.draws or State(name) in step.states
-        if differs or not needed.isdisjoint(parts_in(recorder.record.given, Value)):
-            raise PartitionError(
-                f"the forward of {empty.kind.__name__} sets its buffer {name!r} to a new tensor, "
-                "which stages cannot follow; change it in place, with copy_()"
-            )
 
 
 def _state_of(empty: EmptyModel) -> dict[str, str]:
@@ -219,42 +227,128 @@ def _state_of(empty: EmptyModel) -> dict[str, str]:
                 if len(at) < _DEPTH
             ]
         )
-        for name, _, attributes in _outer(empty)
+        for name, attributes in _outer(empty)
         for key, value in attributes.items()
     }
 
 
-def _first_difference(one: Record, other: Record) -> str | None:
-    """The line of the first step in which two records differ; None if they are alike."""
-    for first, second in zip_longest(one.steps, other.steps):
-        if not (first and second and _summary(first) == _summary(second)):
-            return (second or first).line
-    alike = _comparable(one.result) == _comparable(other.result)
-    return None if alike else "the output of the forward"
+def _held_tensors(empty: EmptyModel) -> dict[str, torch.Tensor]:
+    """The tensors in attributes and buffers of modules that are in no unit."""
+    attributes = {
+        joined(name, ".".join(str(key) for _, key in at)): part
+        for name, own in _outer(empty)
+        for at, part in walk(own)
+        if isinstance(part, torch.Tensor)
+    }
+    own = {name for name in empty.own if name not in empty.parameters}
+    return attributes | {n: b for n, b in empty.model.named_buffers() if n in own}
 
 
-def _summary(step: Step) -> tuple[Any, ...]:
-    """All of a step that must repeat."""
-    name = getattr(step.target, "__qualname__", None) or str(
-        step.target if step.kind is StepKind.UNIT else type(step.target)
-    )
-    read = step.output if step.kind is StepKind.READ and step.is_known else None
-    modes = (step.kind, step.modes, step.region, step.draws, len(step.writes))
-    return (name, modes, _comparable((step.args, step.kwargs, read)))
+def _require_kept(empty: EmptyModel, recorder: Recorder, held: dict[str, torch.Tensor]) -> None:
+    """Raise if the forward uses a tensor of the model, and keeps another one for the next call."""
+    after = _held_tensors(empty)
+    states = {state.name for step in recorder.record.steps for state in step.states}
+    for name, tensor in held.items():
+        is_used = name in states or id(tensor) in recorder.constants
+        if is_used and after.get(name) is not tensor:
+            raise PartitionError(
+                f"the forward of {empty.kind.__name__} uses its attribute {name!r}, and sets it "
+                "for the next call, which stages cannot follow; keep it in a buffer, and change it "
+                "in place, with copy_()"
+            )
 
 
-def _comparable(template: Any) -> Any:
-    """The constants in a template, and values in their places."""
-    if isinstance(template, (Value, State)):
-        return template
-    if isinstance(template, torch.Tensor):
-        return (template.shape, repr(template.to_dense().tolist()))
-    if isinstance(template, _CONSTANTS):
-        return repr(template)
-    if isinstance(template, Node):
-        return (template.kind, repr(template.keys), _comparable(template.parts))
-    if isinstance(template, dict):
-        return (list(template), _comparable(list(template.values())))
-    if isinstance(template, (list, tuple)):
-        return [_comparable(part) for part in template]
-    return type(template)
+# What is replaced while a forward is recorded
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_generator = private(
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator", "a recorded forward"
+)
+recording = SimpleNamespace(recorder=None)
+"""Knows the recorder that is at work."""
+
+
+@contextmanager
+def _patched(recorder: Recorder, model: nn.Module) -> Iterator[None]:
+    """Let calls of modules, functions of autograd, checkpoints and skips come to a recorder."""
+    if reason := missing(_generator):
+        raise TorchVersionError(reason)
+    function, checkpoints = torch.autograd.Function, vars(torch_checkpoint)
+    generator = next(n for n in (f"{_GENERATOR}_impl", _GENERATOR) if n in checkpoints)
+    before_region = checkpoints[generator]
+    before_apply = inspect.getattr_static(function, "apply")
+    before_saving = saved_tensors_hooks.__enter__
+
+    def calling(before: Any) -> Any:
+        return lambda self, *args, **kwargs: recorder.module(self, before, args, kwargs)
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_recording and kind is torch_checkpoint.CheckpointFunction:
+            run, preserves, *rest = args
+            with recorder.region(bool(preserves)):
+                return run(*rest)
+        return recorder.function(before_apply.__get__(None, kind), args, kwargs)
+
+    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if not recorder.is_recording:
+            yield from before_region(*args, **kwargs)
+            return
+        given = inspect.signature(before_region).bind(*args, **kwargs).arguments
+        with recorder.region(bool(given.get("preserve_rng_state", True))):
+            yield
+
+    def saving(self: Any) -> None:
+        if recorder.is_recording:
+            recorder.refuse(
+                "lets autograd save other tensors (saved_tensors_hooks, save_on_cpu), which its "
+                "stages would not do; use it inside of a submodule"
+            )
+        before_saving(self)
+
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # of what cannot run without data
+    with ExitStack() as stack:
+        for kind in (kind for kind in kinds if "__call__" in vars(kind)):
+            stack.enter_context(replaced(kind, __call__=calling(vars(kind)["__call__"])))
+        stack.enter_context(replaced(saved_tensors_hooks, __enter__=saving))
+        stack.enter_context(replaced(function, apply=classmethod(apply)))
+        stack.enter_context(replaced(torch_checkpoint, **{generator: region}))
+        stack.enter_context(replaced(log, disabled=True))
+        stack.enter_context(_RecordedValues(recorder))
+        stack.enter_context(replaced(recording, recorder=recorder))
+        yield
+
+
+class _RecordedValues(SideValues):
+    """The side values of a forward that is recorded."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(0, {})
+        self._recorder = recorder
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Put a value, and record it."""
+        self._run("put", name, value)
+
+    def get(self, name: str) -> torch.Tensor:
+        """A value that was put before, as the value of a step."""
+        return self._run("get", name)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add a loss, and record it."""
+        self._run("add", loss)
+
+    def _run(self, method: str, *args: Any) -> Any:
+        if self._recorder.is_recording:
+            return self._recorder.function(call_side_values, (method, *args), {})
+        found = getattr(super(), method)(*args)
+        if method != "get":
+            return found
+        self._recorder.shared.add(id(found))
+        return found.view_as(found)
+
+
+def call_side_values(method: str, *args: Any) -> Any:
+    """Put or get a skip, or add a loss, of the stage that runs."""
+    # Not add() itself: collect_losses() may collect it.
+    return add_loss(*args) if method == "add" else getattr(side_values(), method)(*args)

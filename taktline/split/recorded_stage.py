@@ -21,9 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from taktline.errors import PartitionError
 from taktline.split.arguments import (
     Absent,
-    Args,
     Call,
-    Kwargs,
     Path,
     State,
     Value,
@@ -32,15 +30,15 @@ from taktline.split.arguments import (
     key_of,
     parts_in,
     require_no_cache,
-    walk,
     without_cache,
 )
 from taktline.split.cut import (
     CheckpointRegion,
     Cut,
-    Extra,
     Modes,
+    Place,
     Record,
+    Root,
     StagePlan,
     Step,
     StepKind,
@@ -48,7 +46,7 @@ from taktline.split.cut import (
     starts_of,
 )
 from taktline.split.record import record_twice
-from taktline.split.without_data import Casts, EmptyModel, has_data
+from taktline.split.without_data import EmptyModel, Types, has_data
 from taktline.stage.names import unwrapped
 from taktline.text import counted
 
@@ -57,16 +55,10 @@ class Differs(Exception):
     """A number that the forward reads from its arguments is not the one that was recorded."""
 
 
-class OtherTypes(Exception):
-    """A unit returns another type than in the record, as one in FSDP does: both types."""
-
-
 Values = dict[Any, Any]
 """The tensors of a call, by the values that stand for them."""
 Run = Callable[[Values, nn.Module], None]
 """A part of a stage: what it makes is put among the values."""
-_Layer = tuple[Step, Run, list[str]]
-"""A step that calls a layer, how to run it, and its path."""
 
 
 class StageProgram:
@@ -80,12 +72,10 @@ class StageProgram:
 
     def __init__(self, record: Record, plan: StagePlan, rest: frozenset[Value] | None) -> None:
         self.record, self.plan = record, plan
-        self.is_checked = False
-        """Whether a call has shown that units return the types of the record."""
         self._is_last = rest is None
         self._given = parts_in(record.given, Value)
         given = list(enumerate(self._given))
-        self._taken = [(v, at) for at, v in given if v in plan.arguments or v in plan.first]
+        self._taken = [(value, at) for at, value in given if value in plan.taken]
         self._dropped = [(at, Absent(*record.metas[v])) for at, v in given if v not in (rest or ())]
         written = {memory for step in record.steps for memory in step.writes}
         self._changed = [at for at, value in given if record.memory[value] in written]
@@ -106,7 +96,7 @@ class StageProgram:
     def call(
         self, stage: nn.Module, received: tuple[Any, ...], call: Call, tensors: list[Any]
     ) -> Any:
-        """Run the stage; the first time, compare types."""
+        """Run the stage."""
         for at in self._changed:
             if any(at != n and _share(tensors[at], other) for n, other in enumerate(tensors)):
                 raise PartitionError(
@@ -114,7 +104,6 @@ class StageProgram:
                     "the same tensor, or a view of it; pass a copy (x.clone())"
                 )
         values = self._run(self._runs, stage, received, tensors)
-        self.is_checked = True
         if self._is_last:
             self._find_states(self._result_states, values, stage)
             return filled(self.record.result, values)
@@ -129,8 +118,6 @@ class StageProgram:
         values = dict(zip(self.plan.received, received, strict=False))
         for value, at in self._taken:
             values[value] = tensors[at]
-        if not self.is_checked:
-            self._check(self.plan.received, values)
         for value in self.plan.copied:
             if value in values:
                 values[value] = values[value].clone()
@@ -146,14 +133,6 @@ class StageProgram:
                 with suppress(AttributeError):
                     values[state] = getattr(stage.get_submodule(path), last)
 
-    def _check(self, made: Sequence[Value], values: Values) -> None:
-        """Raise if values have other types than in the record."""
-        for value in made:
-            dtype = self.record.metas[value][1]
-            found = getattr(values.get(value), "dtype", dtype)
-            if dtype.is_floating_point and found is not dtype:
-                raise OtherTypes(dtype, found)
-
     def _prepared(self, steps: Sequence[Step], later: set[Value], depth: int = 0) -> list[Run]:
         """Functions that run steps; ``later`` are the values that are used after them."""
         found, later, outer = list[Run](), set(later), self.record.modes
@@ -168,14 +147,8 @@ class StageProgram:
                 later.update(value for step in group for value in step.reads)
                 continue
             runs = list[Run]()
-            layers: list[_Layer] = []
             for step in reversed(group):
-                run, is_layer = self._step(step, later), _is_layer(step, later)
-                if not (is_layer and layers and step.output == layers[0][0].args[0]):
-                    layers = []
-                    runs.append(self._layers(layers) if is_layer else run)
-                if is_layer:
-                    layers.insert(0, (step, run, step.target.split(".")))
+                runs.append(self._layer(step, later) or self._step(step, later))
                 later.update(step.reads)
             found += runs if modes == outer else [partial(_run_in, modes, outer, runs[::-1])]
         return found[::-1]
@@ -184,7 +157,7 @@ class StageProgram:
         self, region: CheckpointRegion, steps: Sequence[Step], later: set[Value], depth: int
     ) -> Run:
         """A function that runs the steps of a checkpointed part."""
-        made = {value: None for step in steps for value in step.makes}
+        made = {value: None for step in steps for value in step.places}
         needs = {value: None for step in steps for value in step.reads if value not in made}
         returned = [value for value in made if value in later]
         done = [value for value in needs if value not in later]
@@ -207,34 +180,31 @@ class StageProgram:
 
         return run_region
 
-    def _layers(self, layers: list[_Layer]) -> Run:
-        """A function that runs layers, each on the output of the one before, in less time."""
+    def _layer(self, step: Step, later: set[Value]) -> Run | None:
+        """A function that runs a step in less time, if it is a layer: one value in, one out."""
+        given, places = step.args[0] if len(step.args) == 1 else None, list(step.places.items())
+        is_layer = step.kind is StepKind.UNIT and type(given) is Value and not step.kwargs
+        if not is_layer or places[1:] or not places or places[0][1] != Place(()):
+            return None
+        keys, output, is_done = step.target.split("."), places[0][0], given not in later
 
         def run(values: Values, stage: nn.Module) -> None:
-            if not self.is_checked:
-                for _, slow, _ in layers:
-                    slow(values, stage)
-                return
-            x = values.pop(layers[0][0].args[0])
-            for _, _, path in layers:
-                layer: Any = stage
-                for key in path:
-                    layer = layer._modules[key]
-                x = layer(x)
-            values[layers[-1][0].output] = x
+            layer: Any = stage
+            for key in keys:
+                layer = layer._modules[key]
+            values[output] = layer(values.pop(given) if is_done else values[given])
 
         return run
 
     def _step(self, step: Step, later: set[Value]) -> Run:
         """A function that runs one step, and lets go of values that are not used later."""
-        function, given, expected = step.target, (step.args, step.kwargs), step.output
+        function, given, states = step.target, (step.args, step.kwargs), step.states
         is_unit, is_read = step.kind is StepKind.UNIT, step.kind is StepKind.READ
-        is_guard = is_read and step in self.plan.guards
-        keys, states = function.split(".") if is_unit else (), step.states
-        places, constants = ([], []) if is_read else _places(expected)
-        done = [value for value in {*step.reads, *step.makes} if value not in later]
-        noted = [extra for extra in step.extras if extra.call is not None]
-        left = [extra for extra in step.extras if extra.call is None]
+        keys = function.split(".") if is_unit else ()
+        outputs = [(v, place.path) for v, place in step.places.items() if place.root is Root.OUTPUT]
+        left = [(v, place) for v, place in step.places.items() if place.root is not Root.OUTPUT]
+        inner = [place for _, place in left if place.root is Root.INNER_OUTPUT]
+        done = [value for value in {*step.reads, *step.places} if value not in later]
 
         def run(values: Values, stage: nn.Module) -> None:
             target: Any = stage if is_unit else function
@@ -243,65 +213,32 @@ class StageProgram:
             if states:
                 self._find_states(states, values, stage)
             args, kwargs = call = filled(given, values)
-            before = [_left_in(target, call, extra) for extra in left]
-            if noted:
-                with _noting(target, step, noted, values):
+            before = [_left_in(target, call, {}, place) for _, place in left]
+            if inner:
+                with _noting(target, inner) as noted:
                     output = target(*args, **kwargs)
             else:
-                output = target(*args, **kwargs)
-            if is_read and not _same(output, expected):
-                raise Differs if is_guard else _differs(step, output)
-            if is_unit and constants:
-                _require_constants(step, output, constants)
-            for value, path in places:
+                output, noted = target(*args, **kwargs), {}
+            if is_read and not _same(output, step.found):
+                raise Differs if step.is_guard else _differs(step, output)
+            if is_unit and step.constants:
+                _require_constants(step, output)
+            for value, path in outputs:
                 values[value] = at_path(output, path)
-            for extra, old in zip(left, before, strict=True):
-                values[extra.value] = _left_in(target, call, extra)
-                if values[extra.value] is None or values[extra.value] is old:
-                    raise _kept(step, extra)
-            if is_unit and not self.is_checked:
-                self._check(step.makes, values)
+            for (value, place), old in zip(left, before, strict=True):
+                values[value] = _left_in(target, call, noted, place)
+                if values[value] is None or values[value] is old:
+                    raise _not_left(step, place)
             for value in done:
                 values.pop(value, None)
 
         return run
 
 
-def _is_layer(step: Step, later: set[Value]) -> bool:
-    """Whether a step is a layer with one argument and one output, which is all that is left."""
-    args, output = step.args, step.output
-    return (
-        step.kind is StepKind.UNIT
-        and len(args) == 1
-        and type(args[0]) is type(output) is Value
-        and args[0] not in later
-        and not (step.kwargs or step.extras)
-        and output != args[0]
-    )
-
-
-def _places(template: Any) -> tuple[list[tuple[Value, Path]], list[tuple[Path, Any]]]:
-    """Where an output has values, and where numbers, texts and None."""
-    marks = {value: torch.empty(0) for value in parts_in(template, Value)}
-    marks |= {state: torch.empty(0) for state in parts_in(template, State)}
-    values = {id(mark): value for value, mark in marks.items() if type(value) is Value}
-    places: dict[Value, Path] = {}
-    constants: list[tuple[Path, Any]] = []
-    for path, part in walk(filled(template, marks)):
-        if id(part) in values:
-            places.setdefault(values[id(part)], path)
-        elif part is None or isinstance(part, (bool, int, float, str)):
-            constants.append((path, part))
-    return list(places.items()), constants
-
-
-def _require_constants(step: Step, output: Any, constants: Sequence[tuple[Path, Any]]) -> None:
+def _require_constants(step: Step, output: Any) -> None:
     """Raise if a unit returns other numbers than in the record, on which the forward may depend."""
-    for path, expected in constants:
-        try:
-            found = at_path(output, path)
-        except (LookupError, AttributeError, TypeError):
-            found = ...
+    for path, expected in step.constants:
+        found = _at(output, path)
         if found is not expected and (type(found) is not type(expected) or found != expected):
             shown = repr(found) if isinstance(found, (int, float, str)) else type(found).__name__
             raise PartitionError(
@@ -309,6 +246,13 @@ def _require_constants(step: Step, output: Any, constants: Sequence[tuple[Path, 
                 f"{expected!r} when the forward was recorded, which may depend on that; return a "
                 "tensor, or nothing"
             )
+
+
+def _at(value: Any, path: Path) -> Any:
+    """The part at a path; None if there is none."""
+    with suppress(LookupError, AttributeError, TypeError):
+        return at_path(value, path)
+    return None
 
 
 def _share(one: Any, other: Any) -> bool:
@@ -328,7 +272,7 @@ def _run_in(
 
 def _differs(step: Step, found: Any) -> PartitionError:
     return PartitionError(
-        f"{step.line} reads {found!r}, where it has read {step.output!r} before: what the forward "
+        f"{step.line} reads {found!r}, where it has read {step.found!r} before: what the forward "
         "does depends on a random number, or on a buffer that changes, which stages cannot decide "
         "by themselves; turn that off (a layerdrop of 0), or move it into a submodule"
     )
@@ -349,45 +293,42 @@ def _inside(unit: nn.Module, path: str) -> nn.Module:
     return found
 
 
-def _left_in(unit: Any, call: Call, extra: Extra) -> Any:
-    """What a unit has left in its arguments or attributes; None if it is not there."""
-    with suppress(LookupError, AttributeError):
-        return at_path(call if extra.module is None else _inside(unit, extra.module), extra.path)
-    return None
+_Noted = dict[tuple[str, int], Any]
+"""What modules inside of a unit have returned, by their paths and calls."""
 
 
-def _kept(step: Step, extra: Extra) -> PartitionError:
-    name = ".".join(str(key) for _, key in extra.path)
-    return PartitionError(
-        f"{step.target!r} ({step.line}) has not set {name!r} in this call, but when the forward "
-        "was recorded; if the forward itself empties it, let the submodule do so, or return the "
-        "tensor from it"
-    )
+def _left_in(unit: Any, call: Call, noted: _Noted, place: Place) -> Any:
+    """What a unit has left elsewhere than in its output; None if it is not there."""
+    if place.root is Root.ARGUMENTS:
+        return _at(call, place.path)
+    if place.root is Root.ATTRIBUTES:
+        return _at(vars(_inside(unit, place.module)), place.path)
+    return _at(noted.get((place.module, place.call)), place.path)
 
 
 @contextmanager
-def _noting(unit: nn.Module, step: Step, extras: Sequence[Extra], values: Values) -> Iterator[None]:
-    """Note outputs of modules inside of a unit, as values."""
-    calls: Counter[str] = Counter()
+def _noting(unit: nn.Module, places: Sequence[Place]) -> Iterator[_Noted]:
+    """Note the outputs of modules inside of a unit."""
+    calls, noted = Counter[str](), _Noted()
 
     def note(path: str, _: Any, __: Any, output: Any) -> None:
-        for extra in extras:
-            if (extra.module, extra.call) == (path, calls[path]):
-                values[extra.value] = at_path(output, extra.path)
+        noted[path, calls[path]] = output
         calls[path] += 1
 
     with ExitStack() as stack:
-        for path in {extra.module or "" for extra in extras}:
+        for path in {place.module for place in places}:
             handle = _inside(unit, path).register_forward_hook(partial(note, path))
             stack.callback(handle.remove)
-        yield
-    for extra in extras:
-        if extra.value not in values:
-            raise PartitionError(
-                f"{step.line} uses the output of {extra.module!r} in {step.target!r}, which was "
-                "not called this time, but when the forward was recorded; return it from "
-                f"{step.target!r} in each call"
-            )
+        yield noted
+
+
+def _not_left(step: Step, place: Place) -> PartitionError:
+    name = ".".join(filter(None, (place.module, *(str(key) for _, key in place.path))))
+    return PartitionError(
+        f"{step.target!r} ({step.line}) has left no new tensor in its {place.root.value} {name!r} "
+        "in this call, as when the forward was recorded; if the forward itself empties it, let "
+        "the submodule do so, or return the tensor from it in each call"
+    )
 
 
 KINDS = 256
@@ -479,125 +420,103 @@ class CutModel:
                     )
 
 
-class StageRunner:
-    """Runs one stage; it holds no tensors, so that copies of the stage share it."""
-
-    def __init__(self, cut: CutModel, stage: int) -> None:
-        self.cut, self.stage = cut, stage
-        self.casts: dict[torch.dtype, torch.dtype] = {}
-        """The types that units return, where they differ from those of the record."""
-        self.lead: tuple[str, ...] = ()
-        """The path of a parameter, whose type is that of the stage."""
-        self.dtype: torch.dtype | None = None
-        """Its type when the model was cut."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StageRunner:
-        return self
-
-    def run(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-        """Run the stage; returns what the next one needs, or the model's output."""
-        if self.stage == 0:
-            require_no_cache(kwargs)
-            call: Call = args, without_cache(self.cut.arguments[len(args) :], kwargs)
-            received: tuple[Any, ...] = ()
-        elif len(args) == 3 and isinstance(args[0], tuple):
-            # Keywords of a rank reach all its stages; the model's came from the stage before.
-            received, call = args[0], (args[1], args[2])
-        else:
-            raise PartitionError(
-                f"stage {self.stage} takes what stage {self.stage - 1} returns, not the arguments "
-                "of the model: those go to stage 0"
-            )
-        program, tensors = self.program(module, call, received)
-        expected = len(program.plan.received)
-        if len(received) != expected:
-            raise PartitionError(
-                f"stage {self.stage} takes {counted(expected, 'tensor')} of stage "
-                f"{self.stage - 1}, and got {len(received)}; pass what that stage of the same "
-                "model returns"
-            )
-        try:
-            return program.call(module, received, call, tensors)
-        except OtherTypes as other:
-            recorded, found = other.args
-            if self.casts.get(recorded) is found:
-                raise
-            self.casts = {**self.casts, recorded: found}
-        return self.run(module, args, kwargs)
-
-    def program(
-        self, module: nn.Module, call: Call, received: tuple[Any, ...]
-    ) -> tuple[StageProgram, list[Any]]:
-        """What to run for a call, and the tensors in its arguments; records a new kind."""
-        tensors: list[Any] = []
-        kind, training, dtype = key_of(call, tensors), module.training, self.type_of(module)
-        first = next((t for t in (*tensors, *received) if isinstance(t, torch.Tensor)), None)
-        device = torch.device("cpu") if first is None else first.device
-        changed = () if dtype is self.dtype else self._changed_types(module, dtype)
-        key = key_of_kind(kind, training, device, changed, tuple(self.casts.items()))
-        known = self.cut.known(key)
-        for each in known:
-            if (found := each.program(self.stage)).holds(module, tensors, received):
-                return found, tensors
-        with self.cut.lock:
-            casts = Casts(dict(changed), self.casts)
-            made = self.cut.learn(
-                training, lambda: record_twice(self.cut.empty, call, casts, device)
-            )
-            known.append(made)
-            del known[:-KINDS]
-        return made.program(self.stage), tensors
-
-    def type_of(self, module: nn.Module) -> torch.dtype | None:
-        """The type of the stage, which may change: ``model.double()``."""
-        if not self.lead:
-            return None
-        *path, key = self.lead
-        holder: Any = module
-        for each in path:
-            holder = holder._modules[each]
-        return holder._parameters[key].dtype
-
-    def _changed_types(self, module: nn.Module, dtype: Any) -> tuple[tuple[Any, Any], ...]:
-        """The type of the stage when the model was cut, and that of now."""
-        # In FSDP, parameters have other types in each call, and nothing else has.
-        if any(hasattr(part, "unshard") for part in module.modules()):
-            return ()
-        for name, buffer in module.named_buffers():
-            if buffer.dtype is self.dtype and name in self.cut.homes:
-                raise PartitionError(
-                    f"the type of the model has changed since it was cut, from {self.dtype}, but "
-                    f"not that of the buffer {name!r}, which its stages have; change the type of "
-                    "the stages, or before the model is cut"
-                )
-        return ((self.dtype, dtype),)
-
-
-def key_of_kind(kind: Any, training: bool, device: torch.device, *types: Any) -> Any:
+def key_of_kind(kind: Any, training: bool, device: torch.device, types: Types | None) -> Any:
     """A kind of call: its arguments, the modes of torch, and types that have changed."""
     name = device.type
     devices = ("cpu",) if name in ("cpu", "meta") else ("cpu", name)
     autocast = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in devices]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return (kind, training, devices, *modes, *autocast, *types)
+    return (kind, training, devices, *modes, *autocast, types)
 
 
 class RecordedStage(nn.Module):
     """A stage: the model's own modules, parameters and buffers under the model's names."""
 
-    def __init__(self, runner: StageRunner) -> None:
+    def __init__(self, cut: CutModel, stage: int) -> None:
         super().__init__()
-        self._runner = runner
+        self._cut, self._stage = cut, stage
+        self._lead: tuple[str, ...] = ()
+        """The path of a parameter, whose type is that of the stage."""
+        self._types: dict[Any, Types | None] = {}
+        """What has changed since the cut, for each type of that parameter; at first, nothing."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run this stage."""
-        return self._runner.run(self, args, kwargs)
+        """Run this stage; returns what the next one needs, or the model's output."""
+        received: tuple[Any, ...] = ()
+        if self._stage == 0:
+            require_no_cache(kwargs)
+            call: Call = args, without_cache(self._cut.arguments[len(args) :], kwargs)
+        elif len(args) == 3 and isinstance(args[0], tuple):
+            # Keywords of a rank reach all its stages; the model's came from the stage before.
+            received, call = args[0], (args[1], args[2])
+        else:
+            raise PartitionError(
+                f"stage {self._stage} takes what stage {self._stage - 1} returns, not the "
+                "arguments of the model: those go to stage 0"
+            )
+        program, tensors = self.program(call, received)
+        expected = len(program.plan.received)
+        if len(received) != expected:
+            raise PartitionError(
+                f"stage {self._stage} takes {counted(expected, 'tensor')} of stage "
+                f"{self._stage - 1}, and got {len(received)}; pass what that stage of the same "
+                "model returns"
+            )
+        return program.call(self, received, call, tensors)
+
+    def program(self, call: Call, received: tuple[Any, ...]) -> tuple[StageProgram, list[Any]]:
+        """What to run for a call, and the tensors in its arguments; records a new kind."""
+        cut, tensors = self._cut, list[Any]()
+        kind, training, types = key_of(call, tensors), self.training, self.types()
+        first = next((t for t in (*tensors, *received) if isinstance(t, torch.Tensor)), None)
+        device = torch.device("cpu") if first is None else first.device
+        known = cut.known(key_of_kind(kind, training, device, types))
+        for each in known:
+            if (found := each.program(self._stage)).holds(self, tensors, received):
+                return found, tensors
+        with cut.lock:
+            made = cut.learn(training, lambda: record_twice(cut.empty, call, types, device))
+            known.append(made)
+            del known[:-KINDS]
+        return made.program(self._stage), tensors
+
+    def types(self) -> Types | None:
+        """How the type of the stage has changed since it was cut: by ``to(…)`` or in FSDP."""
+        if not self._lead:
+            return None
+        *path, key = self._lead
+        holder: Any = self
+        for each in path:
+            holder = holder._modules[each]
+        lead = holder._parameters[key]
+        seen = lead.dtype, type(lead)
+        if seen not in self._types:
+            self._types[seen] = self._changed_types(lead.dtype) if self._types else None
+        return self._types[seen]
+
+    def _changed_types(self, now: torch.dtype) -> Types | None:
+        """The type of the stage when the model was cut, and that of now."""
+        before = next(iter(self._types))[0]
+        sharded = [part for part in self.modules() if hasattr(part, "_get_fsdp_state")]
+        for part in sharded:
+            policy: Any = getattr(part._get_fsdp_state(), "_mp_policy", None)  # pyright: ignore
+            if (computes_in := getattr(policy, "param_dtype", None)) is not None:
+                return Types(before, computes_in, is_sharded=True)
+        if sharded or now is before:
+            return None
+        for name, buffer in self.named_buffers():
+            if buffer.dtype is before and name in self._cut.homes:
+                raise PartitionError(
+                    f"the type of the model has changed since it was cut, from {before}, but not "
+                    f"that of the buffer {name!r}, which its stages have; change the type of the "
+                    "stages, or before the model is cut"
+                )
+        return Types(before, now, is_sharded=False)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the units of this stage."""
-        cut, stage = self._runner.cut, self._runner.stage
-        for name in cut.empty.modules:
-            if stage in cut.homes[name]:
+        for name in self._cut.empty.modules:
+            if self._stage in self._cut.homes[name]:
                 unit = self.get_submodule(name)
                 unit._compiled_call_impl = torch.compile(_call_of(unit), *args, **kwargs)
 
@@ -613,8 +532,7 @@ class Holder(nn.Module):
 
 def make_stage(model: nn.Module, cut: CutModel, stage: int) -> RecordedStage:
     """The module of a stage, with the modules and tensors of the model that it has."""
-    runner = StageRunner(cut, stage)
-    made = RecordedStage(runner)
+    made = RecordedStage(cut, stage)
     made.training = model.training
     units = cut.empty.modules
     for name in (n for n in dict.fromkeys((*units, *cut.homes)) if stage in cut.homes[n]):
@@ -628,8 +546,8 @@ def make_stage(model: nn.Module, cut: CutModel, stage: int) -> RecordedStage:
         else:
             holder._parameters[key] = source._parameters[key]
     floats = (name for name, tensor in made.named_parameters() if tensor.is_floating_point())
-    runner.lead = tuple(filter(None, next(floats, "").split(".")))
-    runner.dtype = runner.type_of(made)
+    made._lead = tuple(filter(None, next(floats, "").split(".")))
+    made.types()
     return made
 
 
@@ -650,23 +568,24 @@ def _holder(model: nn.Module, made: nn.Module, path: str) -> nn.Module:
 
 def crossings_of(stage_module: nn.Module) -> list[str]:
     """Names of the tensors that a stage hands to the next one besides the model's arguments."""
-    runner: StageRunner | None = vars(stage_module).get("_runner")
-    if runner is None or runner.cut.first is None:
+    first = _first_of(stage_module)
+    if first is None:
         return []
-    first = runner.cut.first
-    return [first.record.names[value] for value in first.plans[runner.stage].sent]
+    return [first.record.names[value] for value in first.plans[vars(stage_module)["_stage"]].sent]
 
 
 def has_dynamic_shapes(stage_module: nn.Module) -> bool:
     """Whether the shapes of tensors between stages depend on data, as far as a call has shown."""
-    runner: StageRunner | None = vars(stage_module).get("_runner")
-    if runner is None or runner.cut.first is None:
+    first = _first_of(stage_module)
+    if first is None:
         return False
-    first = runner.cut.first
     return any(not first.record.sized.isdisjoint(plan.sent) for plan in first.plans)
+
+
+def _first_of(stage_module: nn.Module) -> Known | None:
+    return stage_module._cut.first if isinstance(stage_module, RecordedStage) else None
 
 
 def model_of(stage_module: nn.Module) -> nn.Module | None:
     """The whole model without data, if a module is a stage of one that was cut by names."""
-    runner: StageRunner | None = vars(stage_module).get("_runner")
-    return None if runner is None else runner.cut.empty.model
+    return stage_module._cut.empty.model if isinstance(stage_module, RecordedStage) else None

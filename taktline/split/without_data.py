@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import Context
 from inspect import signature
@@ -34,7 +34,6 @@ from taktline.split.arguments import (
     all_tensors,
     children_of,
     disable_cache,
-    swapped,
     walk,
 )
 from taktline.split.costs import OperationCounter
@@ -47,6 +46,22 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def joined(path: str, key: str) -> str:
     """The full name of a member of a module."""
     return ".".join(filter(None, (path, key)))
+
+
+@contextmanager
+def replaced(holder: Any, **values: Any) -> Iterator[None]:
+    """Let attributes have other values for a while."""
+    before = {name: vars(holder)[name] for name in values if name in vars(holder)}
+    try:
+        for name, value in values.items():
+            setattr(holder, name, value)
+        yield
+    finally:
+        for name in values:  # at no time without it: other threads may use it
+            if name in before:
+                setattr(holder, name, before[name])
+            else:
+                delattr(holder, name)
 
 
 def ancestors(name: str) -> list[str]:
@@ -203,26 +218,21 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 _WHAT = "a recorded forward"
 NeedsData = private("torch._subclasses.fake_tensor.DataDependentOutputException", _WHAT)
-NeedsSizes = private("torch._subclasses.fake_tensor.DynamicOutputShapeException", _WHAT)
+_NeedsSizes = private("torch._subclasses.fake_tensor.DynamicOutputShapeException", _WHAT)
 _FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", _WHAT)
 _FakeMode = private("torch._subclasses.fake_tensor.FakeTensorMode", _WHAT)
 _with_data = private("torch._subclasses.fake_tensor.unset_fake_temporarily", _WHAT)
 _DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", _WHAT)
 _is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor", _WHAT, otherwise=None)
 
-_Types = Mapping[torch.dtype, torch.dtype]
 
+class Types(NamedTuple):
+    """A type of parameters that has changed since the model was cut."""
 
-class Casts(NamedTuple):
-    """Types that have changed since the model was cut: each with the one that it is now."""
-
-    own: _Types
-    """Those of parameters and buffers."""
-    outputs: _Types
-    """Those of what units return, if nothing else has changed, as in FSDP."""
-
-
-SAME_TYPES = Casts({}, {})
+    before: torch.dtype
+    now: torch.dtype
+    is_sharded: bool
+    """Whether FSDP has changed it: then buffers have the old one, and inputs of units the new."""
 
 
 def has_data(tensors: Sequence[Any]) -> bool:
@@ -243,24 +253,20 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 class Fakes:
     """The tensors without data of one recorded forward, on one device.
 
-    Args:
-        device: where they are.
-        casts: the types that differ from those of the empty model.
+    What a function gets may be partly with data, partly without; then the result has none.
     """
 
-    def __init__(self, device: torch.device, casts: Casts) -> None:
+    def __init__(self, device: torch.device, types: Types | None) -> None:
         self.mode = _FakeMode(allow_non_fake_inputs=True)
-        self.device, self._own_types, self._casts = device, casts.own, casts.outputs
-        self._types_inside = {after: before for before, after in self._casts.items()}
-        self._fakes: dict[int, dict[torch.dtype, torch.Tensor]] = {}
-        """What stands for a tensor, in each type that is needed."""
-        self._originals: dict[int, torch.Tensor] = {}
-        self._versions: dict[int, int] = {}
-        """Those of what stands for others, when last seen; making one may count as a change."""
+        self.device, self.types = device, types
         self._held: dict[int, Any] = {}
         """Storages, since another one may get the address of one that is freed."""
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """What stands for tensors with data, by their ids, and these."""
         self._same: dict[int, int] = {}
+        """The memory with data for which one without data stands."""
         self._written: set[int] = set()
+        """Memory whose data is not what the forward would have there."""
         self.is_second_run = False
         """Whether a unit runs only to compare sizes."""
 
@@ -296,89 +302,55 @@ class Fakes:
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a recorded forward has in the place of a parameter or buffer."""
-        dtype = self._own_types.get(tensor.dtype, tensor.dtype)
-        if isinstance(tensor, nn.Parameter) or not has_data([tensor]):
+        dtype, types = tensor.dtype, self.types
+        if types is not None and types.before is dtype:
+            dtype = dtype if types.is_sharded and not _is_parameter(tensor) else types.now
+        if _is_parameter(tensor) or not has_data([tensor]):
             return self._empty(tensor, dtype)
         made = tensor.detach().to(self.device, dtype, copy=True)
         return made.requires_grad_(tensor.requires_grad)
 
-    def _as_fake(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor without data, of some type, in the place of another; the same each time."""
-        dtype = dtype or tensor.dtype
-        if is_fake(tensor) and tensor.dtype is dtype:
+    def as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor without data in the place of another; the same each time."""
+        if is_fake(tensor):
             return tensor
-        found = self._fakes.setdefault(id(tensor), {})
-        if dtype not in found:
-            fake = (tensor if is_fake(tensor) else self._new_fake(tensor)).to(dtype)
-            found[dtype] = fake
-            self._originals[id(fake)] = tensor
-            self._versions[id(fake)] = fake._version
+        if id(tensor) not in self._fakes:
+            if tensor.is_nested:
+                raise PartitionError(
+                    "a nested tensor cannot go from stage to stage; return its values() and "
+                    "offsets()"
+                )
+            with _with_data():
+                fake = self.mode.from_tensor(tensor.detach())
+            self._fakes[id(tensor)] = fake, tensor
             self._same[self.memory(fake)] = self.memory(tensor)
-        return found[dtype]
-
-    def _new_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_nested:
-            raise PartitionError(
-                "a nested tensor cannot go from stage to stage; return its values() and offsets()"
-            )
-        fake = self.mode.from_tensor(tensor.detach())
-        return fake.requires_grad_() if tensor.requires_grad else fake
-
-    def original(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that one without data stands for, or that itself."""
-        return self._originals.get(id(tensor), tensor)
+        return self._fakes[id(tensor)][0]
 
     def have_data(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors have data, and it is right."""
         return not any(is_fake(each) or self.memory(each) in self._written for each in tensors)
 
-    @contextmanager
-    def noting_writes(self, given: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-        """Note the memory that is changed meanwhile."""
-        before = [(each, each._version) for each in given if not each.is_inference()]
-        found: list[int] = []
-        yield found
-        for each, version in before:
-            if each._version != version:
-                found.append(self.memory(each))
-            for fake in self._fakes.get(id(each), {}).values():
-                if fake._version != self._versions[id(fake)]:
-                    self._versions[id(fake)] = fake._version
-                    found.append(self.memory(each))
-                    self._written.add(self.memory(each))
-
-    @contextmanager
-    def _faked(self, given: Call, types: _Types | None = None) -> Iterator[Call]:
-        """Let arguments have no data meanwhile, and other types."""
-        types = types or {}
-        try:
-            yield swapped(given, lambda each: self._as_fake(each, types.get(each.dtype)))
-        finally:
-            swapped(given, self.original)
-
     def run(
         self, func: Callable[..., Any], args: Args, kwargs: Kwargs, given: Sequence[torch.Tensor]
-    ) -> tuple[Any, bool]:
+    ) -> tuple[Any, bool, set[int]]:
         """Call a function, with data if all that it gets has some.
 
-        Also returns whether data decides the size of its result; then the size is made up.
+        Also returns whether data decides the size of its result, which is made up then, and the
+        memory that it changes.
         """
         if self.have_data(given):
-            return func(*args, **kwargs), False
-        is_sized = False
-        with self._faked((args, kwargs)) as (args, kwargs):
-            try:
-                output = func(*args, **kwargs)
-            except NeedsSizes:
-                is_sized = True
-                with self.mode, _OneNumber(self, 1):
-                    output = func(*args, **kwargs)
-        return swapped(output, self.original), is_sized
+            before = [(each, each._version) for each in given if not each.is_inference()]
+            output = func(*args, **kwargs)
+            return output, False, {self.memory(t) for t, version in before if t._version != version}
+        with self.mode, _Watch(self, _NeedsSizes) as watch:
+            output = func(*args, **kwargs)
+        self._written |= watch.writes
+        return output, watch.has_made_up, watch.writes
 
     def depends_on_data(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
         """Whether a function needs the data of its arguments to find a number, or a shape."""
         try:
-            with torch.no_grad(), self._faked((args, kwargs)) as (args, kwargs), self.mode:
+            with torch.no_grad(), self.mode, _Watch(self, ()):
                 func(*args, **kwargs)
         except Exception:
             return True
@@ -386,31 +358,33 @@ class Fakes:
 
     def run_unit(
         self, call: Callable[..., Any], given: Call, uses: Callable[[torch.Tensor], None]
-    ) -> tuple[Any, bool, int]:
+    ) -> tuple[Any, bool, set[int], int]:
         """Call a unit without data; ``uses`` sees each tensor that it computes with.
 
-        Also returns whether the sizes of its output depend on data, and what it costs. What needs
-        data runs on ones, and once more on zeros.
+        Also returns whether the sizes of its output depend on data, the memory that it changes,
+        and what it costs. What needs data runs on ones, and once more on zeros.
         """
-        is_sized = False
-        with self._faked(given, self._types_inside) as (args, kwargs):
-            with self.mode, OperationCounter() as counter, _OneNumber(self, 1, uses) as ones:
-                output = call(*args, **kwargs)
-            is_sized = ones.used and self._is_sized(output, call, (args, kwargs))
-        if self._casts:
-            output = swapped(output, self._cast)
-        return swapped(output, self.original), is_sized, counter.cost
+        for tensor in all_tensors(given):
+            self.as_fake(tensor)  # outside of the counter
+        with self.mode, OperationCounter() as counter, _Watch(self, RuntimeError, uses) as watch:
+            if self.types is not None and self.types.is_sharded:
+                given = pytree.tree_map_only(torch.Tensor, self._as_in_fsdp, given)
+            args, kwargs = given
+            output = call(*args, **kwargs)
+        self._written |= watch.writes
+        is_sized = watch.has_made_up and self._is_sized(output, call, given)
+        return output, is_sized, watch.writes, counter.cost
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self._casts.get(tensor.dtype)
-        return tensor if dtype is None else self._as_fake(tensor).to(dtype)
+    def _as_in_fsdp(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.types is not None
+        return tensor.to(self.types.now) if tensor.is_floating_point() else tensor
 
     def _is_sized(self, output: Any, call: Callable[..., Any], given: Call) -> bool:
         """Whether an output has other sizes if other numbers are in what it is made of."""
         leaves = [part for _, part in walk(given) if children_of(part) is None]
         self.is_second_run = True
         try:
-            with self.mode, _OneNumber(self, 0), torch.no_grad():
+            with self.mode, _Watch(self, RuntimeError, number=0), torch.no_grad():
                 copies = {id(x): x.clone() if isinstance(x, torch.Tensor) else x for x in leaves}
                 args, kwargs = copy.deepcopy(given, copies)
                 # What collects outputs, such as router logits, must not see this.
@@ -422,37 +396,66 @@ class Fakes:
         return [t.shape for t in all_tensors(output)] != [t.shape for t in all_tensors(other)]
 
 
-class _OneNumber(_DispatchMode):
-    """Runs on one number everywhere what cannot run without data."""
+class _Watch(_DispatchMode):
+    """Sees what runs without data: what it uses and changes, and what needs data.
+
+    That runs on one number everywhere if it fails with an error of ``made_up``.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, fakes: Fakes, number: int, uses: Callable[[torch.Tensor], None] | None = None
+        self,
+        fakes: Fakes,
+        made_up: Any,
+        uses: Callable[[torch.Tensor], None] | None = None,
+        number: int = 1,
     ) -> None:
         super().__init__()
-        self._fakes, self._number, self._uses = fakes, number, uses
-        self.used = False
-        """Whether anything needed data."""
+        self._fakes, self._made_up, self._uses, self._number = fakes, made_up, uses, number
+        self.has_made_up = False
+        self.writes: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._uses is not None:
-            for each in args:
-                for part in each if isinstance(each, (list, tuple)) else (each,):
-                    if isinstance(part, torch.Tensor):
-                        self._uses(part)
+            for tensor in _tensors_of(args):
+                self._uses(tensor)
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+            for argument in schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    changed = _tensors_of([given.get(argument.name)])
+                    self.writes.update(map(self._fakes.memory, changed))
+        if not all(map(is_fake, _tensors_of((*args, *kwargs.values())))):
+            given = pytree.tree_map_only(torch.Tensor, self._fakes.as_fake, (args, kwargs))
+            args, kwargs = given
         try:
             return func(*args, **kwargs)
-        except RuntimeError:
-            self.used = True
-            with _with_data():
-                args, kwargs = pytree.tree_map_only(torch.Tensor, self._full, (args, kwargs))
-                output = func(*args, **kwargs)
-            if output is True:  # such as "any is infinite", "this is none of them"
-                return self._number == 0
-            return pytree.tree_map_only(torch.Tensor, self._fakes.mode.from_tensor, output)
+        except Exception as error:
+            if not isinstance(error, RuntimeError if self.has_made_up else self._made_up):
+                raise
+        self.has_made_up = True
+        with _with_data():
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._full, (args, kwargs))
+            output = func(*args, **kwargs)
+        if output is True:  # such as "any is infinite", "this is none of them"
+            return self._number == 0
+        return pytree.tree_map_only(torch.Tensor, self._fakes.mode.from_tensor, output)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         shape, number = tuple(tensor.shape), self._number
         return torch.full(shape, number, dtype=tensor.dtype, device=tensor.device)
+
+
+def _tensors_of(given: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operator."""
+    for each in given:
+        for part in each if isinstance(each, (list, tuple)) else (each,):
+            if isinstance(part, torch.Tensor):
+                yield part
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)

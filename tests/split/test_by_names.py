@@ -241,7 +241,7 @@ def test_lengths_that_keep_changing_are_forgotten(monkeypatch: pytest.MonkeyPatc
     for length in (*range(1, 20), 1):
         x = torch.ones(length, 4)
         assert torch.equal(pieces(x), model(x))
-    assert vars(pieces[0])["_runner"].cut.known.cache_info().currsize == 8
+    assert vars(pieces[0])["_cut"].known.cache_info().currsize == 8
 
 
 class Repeated(nn.Module):

@@ -293,7 +293,7 @@ RIGHT: list[Any] = [
     masks, parameters, no_grad_in_parts, mixed_types, own_function, checkpoints, reentrant,
     one_checkpoint, nested_checkpoints, new_tensor_in_place, crossing_in_place, views,
     several_times, losses, sizes_of_arguments, sizes_of_activations, gradient_hooks, detaches,
-    buffer_in_place, argument_in_place, calls_forward,
+    buffer_in_place, argument_in_place,
 ]  # fmt: skip
 
 
@@ -776,6 +776,7 @@ def in_vmap(self: Any, x: Tensor) -> Tensor:
             HERE + r" changes a value in place in stage 1.* view of it",
         ),
         (in_vmap, HERE + r".*torch.vmap"),
+        (calls_forward, r"does not call 'blocks\.1', .* block\(x\), not block\.forward\(x\)"),
     ],
     ids=lambda each: getattr(each, "__name__", "text"),
 )

@@ -27,27 +27,27 @@ class FlatStage(RecordedStage):
     """
 
     def __init__(self, stage: Any, example: BoundArguments) -> None:
-        super().__init__(stage._runner)
+        super().__init__(stage._cut, stage._stage)
         vars(self).update(vars(stage))
         self._example = example
 
     def returned(self) -> int:
         """How many tensors the stage returns; the last one returns the output of the model."""
-        known, stage = self._runner.cut.first, self._runner.stage
+        known, stage = self._cut.first, self._stage
         if known is None or stage + 1 == len(known.plans):
             return 1
         return len(known.plans[stage].sent) + len(known.plans[stage + 1].arguments)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage."""
-        runner, received = self._runner, ()
-        if runner.stage == 0:
+        received: tuple[Any, ...] = ()
+        if self._stage == 0:
             given = self._example.signature.bind(*args, **kwargs)
             _require_like(given, self._example)
             program, call = self._program(given.args), self._call(given)
         else:
             program = self._program(args)
-            received, call = _unpacked(program, args, runner.stage)
+            received, call = _unpacked(program, args, self._stage)
         tensors: list[Any] = []
         key_of(call, tensors)
         if not program.holds(self, tensors, received):
@@ -56,19 +56,22 @@ class FlatStage(RecordedStage):
                 "takes another way; pass an example that is like all micro-batches, or use "
                 "taktline.pipeline() and the schedules of Taktline"
             )
-        if runner.stage + 1 == runner.cut.stages:
-            return runner.run(self, *_as_given(runner.stage, received, call))
-        sent, *call = runner.run(self, *_as_given(runner.stage, received, call))
+        if self._stage + 1 == self._cut.stages:
+            return self._run(received, call)
+        sent, *call = self._run(received, call)
         tensors = []
         key_of((*call,), tensors)
         own = dict(zip(parts_in(program.record.given, Value), tensors, strict=True))
         flat = (*sent, *(tensor for tensor in own.values() if type(tensor) is not Absent))
         return flat[0] if len(flat) == 1 else flat
 
+    def _run(self, received: tuple[Any, ...], call: Call) -> Any:
+        """Run this stage as one of Taktline."""
+        args, kwargs = call if self._stage == 0 else ((received, *call), {})
+        return super().forward(*args, **kwargs)
+
     def _call(self, given: BoundArguments) -> Call:
-        return given.args, without_cache(
-            self._runner.cut.arguments[len(given.args) :], given.kwargs
-        )
+        return given.args, without_cache(self._cut.arguments[len(given.args) :], given.kwargs)
 
     def _program(self, args: tuple[Any, ...]) -> StageProgram:
         """What the stage runs for the example, in the present modes and on the present device."""
@@ -77,12 +80,7 @@ class FlatStage(RecordedStage):
         if tensors and not (tensors[0].is_cpu or tensors[0].is_meta):
             device = tensors[0].device
             call = pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), call)
-        return self._runner.program(self, call, ())[0]
-
-
-def _as_given(stage: int, received: tuple[Any, ...], call: Call) -> Call:
-    """The arguments of a stage of Taktline."""
-    return call if stage == 0 else ((received, *call), {})
+        return self.program(call, ())[0]
 
 
 def _unpacked(
