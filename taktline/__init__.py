@@ -95,7 +95,7 @@ def _end(imported_in: int = os.getpid()) -> None:
     distributed: Any = sys.modules.get("torch.distributed")
     if os.getpid() != imported_in or distributed is None:  # or it is forked, and the rank goes on
         return
-    if distributed.is_available() and distributed.is_initialized():
+    if distributed.is_available() and (distributed.is_initialized() or "RANK" in os.environ):
         import_module("taktline.transport.exit_hooks").leave_word()
 
 

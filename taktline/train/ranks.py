@@ -9,15 +9,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from taktline.checks import check, launched
@@ -31,6 +29,7 @@ from taktline.transport.base import Alone
 from taktline.transport.communicators import default_group, timeout_of
 from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import share_error, share_floats
+from taktline.transport.exit_hooks import meet
 from taktline.transport.local import refuse_inside
 
 PIPELINE = "pp"
@@ -197,13 +196,29 @@ def find_ranks(
     with _connecting():
         if not dist.is_initialized():
             backend = "gloo" if device.type == "cpu" else None
-            dist.init_process_group(backend, timeout=timeout, **_own_store())
+            store, rank, size = meet(timeout or default_pg_timeout)
+            dist.init_process_group(
+                backend, timeout=timeout, store=store, rank=rank, world_size=size
+            )
             atexit.register(_leave)
         if mesh is None:
             mesh = _mesh(ranks, data_parallel, device)
             own_groups = [each for each in mesh.get_all_groups() if each is not dist.group.WORLD]
             for group in own_groups:
                 group.set_timeout(timeout or timeout_of(default_group()))
+    found = _of_mesh(mesh, ranks, data_parallel, device, own_groups)
+    for transport in found.transports if timeout is not None else ():
+        transport.timeout = timeout
+    return found
+
+
+def _of_mesh(
+    mesh: DeviceMesh,
+    ranks: int | None,
+    data_parallel: str | None,
+    device: torch.device,
+    own_groups: Sequence[ProcessGroup],
+) -> Ranks:
     names = mesh.mesh_dim_names or ()
     if PIPELINE not in names:
         raise MismatchError(
@@ -216,24 +231,12 @@ def find_ranks(
             f"ranks is {ranks}, but the mesh has {size} in {PIPELINE!r}; leave out ranks"
         )
     found = Ranks(size, device=device, mesh=mesh, own_groups=own_groups)
-    if timeout is not None:
-        for transport in found.transports:
-            transport.timeout = timeout
     if data_parallel is not None and not found.data_dims:
         raise MismatchError(
             f"data_parallel={data_parallel!r}, but no dimension of the mesh {list(names)} is for "
             'data: name one "dp"'
         )
     return found
-
-
-def _own_store() -> dict[str, Any]:
-    """A store for restarted processes: torchrun's own has the addresses of the earlier ones."""
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restart == "0":
-        return {}
-    store, rank, size = next(rendezvous("env://"))
-    return {"store": PrefixStore(f"taktline/{restart}", store), "rank": rank, "world_size": size}
 
 
 @contextmanager

@@ -9,13 +9,16 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
+from taktline.errors import LostRankError, StallError
 from taktline.transport.sockets import NOWHERE, hosts_of
 
 _CALL_SECONDS = 1.0
@@ -37,14 +40,59 @@ def leave_word() -> None:
     Others look for its address there, and would wait for it.
     """
     group = dist.group.WORLD
-    if group is None or group in planes:  # whose end others notice by themselves
+    if group is not None and group in planes:  # whose end others notice by themselves
         return
     with suppress(Exception):  # the store may be gone
+        if group is None:
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(place, _CALL_SECONDS).close()
+            store, rank, _ = _meeting(timedelta(seconds=_CALL_SECONDS))
+            store.set("gone", str(rank))
+            return
         store = group.get_group_store()
         if (there := next(hosts_of(store), None)) is not None:
             # If it is gone, torch would write a warning with its whole stack.
             socket.create_connection(there, _CALL_SECONDS).close()
         PrefixStore(store_name(), store).set(str(group.rank()), json.dumps(NOWHERE))
+
+
+_meetings = 0
+"""How often this process has met the others that its launcher has started."""
+
+
+def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """A store for a process group of all processes, once all of them have come.
+
+    Also returns the number of this process, and how many there are. It raises as soon as one of
+    them has ended instead of coming.
+    """
+    global _meetings
+    store, rank, size = _meeting(timeout)
+    _meetings += 1
+    store.set_timeout(timeout)
+    store.set(f"come/{rank}", "")
+    if store.add("come", 1) == size:
+        store.set("gone", "")
+    try:
+        gone = store.get("gone").decode()
+    except dist.DistStoreError:
+        missing = [str(each) for each in range(size) if not store.check([f"come/{each}"])]
+        raise StallError(
+            f"rank {' and '.join(missing)} of {size} made no pipeline within {timeout}; look at "
+            "its output, and make the pipeline on every rank"
+        ) from None
+    if gone:
+        raise LostRankError(
+            f"rank {gone} has ended before it made a pipeline; look at its output, and make the "
+            "pipeline on every rank"
+        )
+    return store, rank, size
+
+
+def _meeting(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The launcher's store, for the next meeting: it may keep what earlier ones have written."""
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    return PrefixStore(f"{store_name()}/{_meetings}", store), rank, size
 
 
 def _close_all() -> None:
