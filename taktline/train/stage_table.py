@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -102,17 +102,18 @@ def _run(
         held = {id(parameter): parameter for m in modules for parameter in m.parameters()}
     # A forward may change what it finds: buffers, and attributes of modules.
     copies = copy.deepcopy(list(modules), dict(held))
+    names = [crossings_of(module) for module in modules]
     # What a first call does beside its work does not count.
-    _needs_of(modules, copies, *call)
-    return _needs_of(modules, copies, *call)
+    _needs_of(names, copies, *call)
+    return _needs_of(names, copies, *call)
 
 
 def _needs_of(
-    modules: Sequence[nn.Module], copies: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]
+    names: Sequence[list[str]], copies: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]
 ) -> list[StageNeeds]:
     found: list[StageNeeds] = []
     skips: dict[str, Skip] = {}
-    for stage, (original, module) in enumerate(zip(modules, copies, strict=True)):
+    for stage, module in enumerate(copies):
         weights = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
         kept: dict[int, int] = {}
 
@@ -126,14 +127,13 @@ def _needs_of(
         skips, args = side.skips, as_arguments(output)
         note_containers(pytree.tree_structure(args))
         crossing = tensors_in((args, [skip.value for skip in skips.values()]))
-        names = crossings_of(original)
-        names += ["an argument of the model" if names else "output"] * (len(crossing) - len(names))
-        crosses = (
+        other = "an argument of the model" if names[stage] else "output"
+        crosses = tuple(
             Crossing(name, name_of(part.dtype), tuple(part.shape), part.nbytes)
-            for name, part in zip(names, crossing, strict=True)
+            for name, part in zip(chain(names[stage], repeat(other)), crossing, strict=False)
         )
         keeps = sum(size for memory, size in kept.items() if memory not in weights)
-        found.append(StageNeeds(counter.cost, keeps, tuple(crosses)))
+        found.append(StageNeeds(counter.cost, keeps, crosses))
     return found
 
 
@@ -211,15 +211,12 @@ class StageTable:
 
     def predicted(self) -> Timeline:
         """The simulated timeline; times and memory are relative to those of a mean stage."""
-        counted, stages = self.work, self.plan.stages
-        if counted is None:
+        if (work := self.work) is None:
             return simulate(self.plan)
-        each = (counted.of(name, stages) for name in ("forward", "activation"))
-        work, memory = (tuple(numbers / (numbers.mean() or 1.0)) for numbers in each)
-        return simulate(
-            self.plan,
-            Costs(forward=work, backward_input=work, backward_weight=work, activation=memory),
-        )
+        each = (work.of(name, self.plan.stages) for name in ("forward", "activation"))
+        time, memory = (tuple(numbers / (numbers.mean() or 1.0)) for numbers in each)
+        costs = Costs(forward=time, backward_input=time, backward_weight=time, activation=memory)
+        return simulate(self.plan, costs)
 
     def __str__(self) -> str:
         plan, needs = self.plan, self.needs
@@ -243,32 +240,24 @@ class StageTable:
         return f"{table(lines, left=['layers'])}\n{bubble} ({basis}); {memory}"
 
 
-def _layers(names: Sequence[str] | Mapping[str, Any]) -> str:
+def _layers(names: Iterable[str]) -> str:
     """The layers that parameters belong to; consecutive layers of a list as a range.
 
     >>> _layers(["embed.weight", "blocks.0.a.weight", "blocks.1.a.weight", "blocks.1.b", "scale"])
     'embed, blocks.0–1, scale'
     """
-    found: dict[tuple[str, int | None], None] = {}
+    ranges: list[tuple[str, int, int]] = []  # a list, and the numbers of its first and last layer
     for name in names:
-        match = re.match(r"(?:(\D.*?)\.)?(\d+)\.", name)
+        match = re.match(r"((?:\D.*?\.)?)(\d+)\.", name)
+        path, number = (name.rpartition(".")[0] or name, -1)
         if match is not None:
-            found[match[1] or "", int(match[2])] = None
+            path, number = match[1], int(match[2])
+        if ranges and ranges[-1][0] == path and ranges[-1][2] in (number, number - 1):
+            ranges[-1] = path, ranges[-1][1], number
         else:
-            found[name.rpartition(".")[0] or name, None] = None
-    texts: list[str] = []
-    for (path, _), run in groupby(enumerate(found), lambda pair: _consecutive(*pair)):
-        numbers = [number for _, (_, number) in run]
-        first, last = numbers[0], numbers[-1]
-        if first is None:
-            texts.append(path)
-        else:
-            through = f"{first}" if first == last else f"{first}–{last}"
-            texts.append(f"{path}.{through}" if path else through)
-    return ", ".join(texts)
-
-
-def _consecutive(place: int, layer: tuple[str, int | None]) -> tuple[str, int | None]:
-    """A key that is the same for consecutive layers of one list."""
-    path, number = layer
-    return path, None if number is None else number - place
+            ranges.append((path, number, number))
+    texts = (
+        path if first < 0 else f"{path}{first}" if first == last else f"{path}{first}–{last}"
+        for path, first, last in ranges
+    )
+    return ", ".join(dict.fromkeys(texts))

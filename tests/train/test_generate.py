@@ -70,9 +70,7 @@ def greedy(name: str, ids: Tensor, **options: Any) -> Tensor:
     [
         ("gpt2", "zbv"),
         ("llama", "1f1b"),
-        ("mistral", "zbv"),
         ("gemma2", "1f1b"),
-        ("opt", "1f1b"),
         ("mixtral", "1f1b"),
     ],
 )
@@ -131,28 +129,12 @@ def test_a_model_of_ones_own() -> None:
     assert torch.equal(found, first[:, : LENGTH + end + 1])
 
 
-def test_training_goes_on() -> None:
-    ids = prompts()
-    pipe, other = pipeline("llama"), pipeline("llama")
-    pipe.train()
-    other.train()
-    for step in range(2):
-        assert pipe.step(ids, labels=ids) == other.step(ids, labels=ids)
-        if not step:
-            pipe.generate(ids, max_new_tokens=2)
-    assert all(module.training for module in pipe.stages.values())
-    assert pipe.grad_norm() == other.grad_norm()
-    assert pipe.eval(ids).logits.shape == (ROWS, LENGTH, WORDS)
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"ids": torch.ones(3, dtype=torch.int64)}, "ids must be a tensor [rows, length] of token"),
         ({"ids": torch.ones(2, 3)}, "ids must be a tensor [rows, length] of token ids"),
-        ({"ids": [[1, 2]]}, "ids must be"),
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number from 1 up"),
-        ({"attention_mask": torch.ones(1, 1)}, "attention_mask must be [5, 6] as ids"),
         ({"attention_mask": torch.zeros(5, 6)}, "with 0 for padding on the left"),
         ({"use_cache": True}, "generate() takes no 'use_cache'"),
     ],
@@ -211,7 +193,7 @@ def with_replicas(rank: int, group: Any, way: str, end: int) -> list[Tensor]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["fsdp"])
 def test_replicas_generate_texts_of_their_own(workers: Workers, way: str) -> None:
     first, second = (greedy("llama", prompts()[at : at + 1], eos_token_id=NEVER) for at in range(2))
     end = int(first[0, LENGTH + 1])
@@ -241,3 +223,17 @@ def test_replicas_with_different_lengths(workers: Workers) -> None:
             "generate() has different max_new_tokens: 3 and 5; pass the same on every rank"
         )
         assert "ids must be a tensor [rows, length] of token ids" in empty
+
+
+def test_training_goes_on() -> None:
+    ids = prompts()
+    pipe, other = pipeline("llama"), pipeline("llama")
+    pipe.train()
+    other.train()
+    for step in range(2):
+        assert pipe.step(ids, labels=ids) == other.step(ids, labels=ids)
+        if not step:
+            pipe.generate(ids, max_new_tokens=2)
+    assert all(module.training for module in pipe.stages.values())
+    assert pipe.grad_norm() == other.grad_norm()
+    assert pipe.eval(ids).logits.shape == (ROWS, LENGTH, WORDS)

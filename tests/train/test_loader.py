@@ -38,11 +38,6 @@ def on(group: Any) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
 
 
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no")
-
-
 def failing(error: Exception) -> Iterator[torch.Tensor]:
     yield torch.ones(2)
     raise error
@@ -61,12 +56,6 @@ class TestInOneProcess:
         batches.append(torch.ones(1))
         assert len(loader) == len(list(loader)) == 3
 
-    def test_without_a_length(self) -> None:
-        loader = pipeline().loader(iter([1, 2]))
-        with pytest.raises(TypeError, match="the loader that is read has no length"):
-            len(loader)
-        assert list(loader) == [1, 2]
-
     def test_an_error_names_rank_and_batch(self) -> None:
         loader = iter(pipeline().loader(failing(KeyError("gone"))))
         next(loader)
@@ -74,28 +63,16 @@ class TestInOneProcess:
             next(loader)
         assert isinstance(caught.value.__cause__, KeyError)
 
-    def test_long_errors_are_cut(self) -> None:
-        loader = pipeline().loader(failing(ValueError("a" * 10**6 + "z")))
-        with pytest.raises(DataError, match=r"aaa … \(1,000,001 char") as caught:
-            list(loader)
-        assert len(str(caught.value)) < 5000
-
     @pytest.mark.parametrize(
         ("given", "text"),
         [
             (DATA, r"TensorDataset has samples, not batches; pass a DataLoader\(dataset"),
-            (None, "NoneType has no batches; pass a DataLoader"),
             (3, "int has no batches"),
         ],
     )
     def test_what_has_no_batches(self, given: Any, text: str) -> None:
         with pytest.raises(DataError, match=f"rank 0, the loader: {text}"):
             pipeline().loader(given)
-
-    def test_a_mapping_that_pytree_does_not_know(self) -> None:
-        (batch,) = pipeline().loader([UserDict(x=torch.ones(2))])
-        assert type(batch) is dict
-        assert list(batch) == ["x"]
 
     def test_such_a_mapping_inside_of_a_batch(self) -> None:
         inner = UserDict(x=torch.ones(2), y=[UserDict(z=1)])
@@ -177,9 +154,7 @@ def handed_on(rank: int, group: Any) -> tuple[Any, list[str]]:
     cases = {
         "values": lambda: [BATCH, torch.ones(1), UserDict(a=1)],
         "error": lambda: failing(ValueError("no image")),
-        "unspeakable": lambda: failing(Unspeakable()),
         "object": lambda: [object()],
-        "sparse": lambda: [torch.eye(2).to_sparse()],
         "dataset": lambda: DATA,
         "container": lambda: [Box(torch.ones(2))],
     }
@@ -195,13 +170,10 @@ def test_values_and_errors_reach_every_rank(workers: Workers) -> None:
     (first, errors), (second, others) = workers.run(handed_on, ranks=2)
     assert errors == others
     assert errors[0] == "rank 0, batch 1: ValueError: no image"
-    assert errors[1].startswith("rank 0, batch 1: ")
-    assert errors[1].endswith("Unspeakable: (its text cannot be read: RuntimeError)")
-    assert errors[2].startswith("rank 0, batch 0: object cannot be sent to another rank")
-    assert errors[3].startswith("rank 0, batch 0: a sparse tensor cannot be sent")
-    assert errors[4].startswith("rank 0, the loader: TensorDataset has samples")
-    assert errors[5].startswith("rank 0, batch 0: ")
-    assert "Box" in errors[5]
+    assert errors[1].startswith("rank 0, batch 0: object cannot be sent to another rank")
+    assert errors[2].startswith("rank 0, the loader: TensorDataset has samples")
+    assert errors[3].startswith("rank 0, batch 0: ")
+    assert "Box" in errors[3]
     for batches in (first, second):
         assert len(batches) == 3
         assert batches[0].pop("z") == [1, 2.5, "größer", None, True]

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import taktline as tl
 from taktline.errors import UseError
 from tests.train.models import LM, TARGET, TOKENS, batches, loss_fn, pipeline, plain
 from tests.workers import Workers
@@ -89,27 +88,6 @@ def test_stages_in_a_list_stay_tied() -> None:
     assert gradient is not None
     torch.testing.assert_close(embed.weight.grad, gradient)
     torch.testing.assert_close(pipe.grad_norm(), gradient.norm())
-
-
-def test_a_model_without_values_gets_them_as_a_whole() -> None:
-    with tl.split.deferred():
-        model = LM()
-    pipe = pipeline(model)
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert model.head.weight is model.embed.weight
-    torch.testing.assert_close(pipe.eval(TOKENS), model(TOKENS))
-
-
-def test_a_second_pipeline_goes_on_with_the_same_model() -> None:
-    model = LM()
-    expected, optimizer = plain(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for (tokens, target), way in zip(batches(), WAYS.values(), strict=True):
-        pipe = pipeline(model, **way)
-        pipe.step(tokens, target=target)
-        pipe.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(dict(model.state_dict()), expected.state)
 
 
 def tied(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
@@ -197,9 +175,7 @@ def test_where_it_is() -> None:
     ("name", "advice"),
     [
         ("forward", r"call step\(…\) to train"),
-        ("half", "convert the model before"),
         ("cuda", r'Pipeline\(…, device="cuda"\)'),
-        ("compile", "compile=True"),
         ("nonsense", "has no 'nonsense'$"),
     ],
 )
@@ -208,3 +184,15 @@ def test_what_a_pipeline_does_not_have(name: str, advice: str) -> None:
     assert not hasattr(pipe, name)
     with pytest.raises(AttributeError, match=advice):
         getattr(pipe, name)
+
+
+def test_a_second_pipeline_goes_on_with_the_same_model() -> None:
+    model = LM()
+    expected, optimizer = plain(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for (tokens, target), way in zip(batches(), WAYS.values(), strict=True):
+        pipe = pipeline(model, **way)
+        pipe.step(tokens, target=target)
+        pipe.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(dict(model.state_dict()), expected.state)

@@ -16,7 +16,6 @@ import taktline as tl
 from tests.split.transformers_models import LANGUAGES, texts
 from tests.train import models
 from tests.train.models import LM, TARGET, TOKENS, loss_fn
-from tests.workers import Workers
 
 Give = Callable[[Tensor, Tensor], Any]
 
@@ -111,23 +110,6 @@ def test_outputs_of_a_model_of_transformers_on_one_rank() -> None:
     torch.testing.assert_close(output.logits, model.eval()(words, attention_mask=mask).logits)
     _, output = pipe.step(words, attention_mask=mask, labels=words, return_outputs=True)
     assert output.past_key_values is None
-
-
-def over_processes(rank: int, group: Any) -> Any:
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
-    found = of_transformers(mesh)
-    try:
-        pipeline(LM(), mesh=mesh, example=(TOKENS[:2],)).step(TOKENS)
-    except tl.TaktlineError as error:
-        return found, str(error)
-
-
-@pytest.mark.processes
-def test_over_processes(workers: Workers, plain: list[float]) -> None:
-    first, second = workers.run(over_processes)
-    assert first == second
-    assert first[0] == pytest.approx(plain, rel=1e-4)
-    assert "the model returns no loss in its Tensor; step() trains, so it needs a loss" in first[1]
 
 
 def test_what_is_refused() -> None:

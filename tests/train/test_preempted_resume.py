@@ -157,18 +157,14 @@ def run(rank: int, group: Any, folder: str, kind: str, shape: Any, stop: Any) ->
 
 KINDS = [
     ("plain", None, (2, 0, "step")),
-    ("plain", None, (2, 0, "update")),
     ("zero first", None, (2, 0, "step")),
-    ("drawn", None, (2, 0, "update")),
     ("noisy", None, (2, 0, "step")),
     ("accumulated", None, (2, 0, "step")),
-    ("accumulated", None, (2, 0, "update")),
     ("every other", None, (2, 0, "step")),
     ("reduced once", None, (2, 0, "step")),
     ("several", None, (2, 0, "step")),
     ("eval", None, (2, 0, "step")),
     ("in the background", None, (2, 0, "step")),
-    ("plain", (2, 2), (2, 0, "step")),
     ("reduced once", (2, 2), (2, 0, "step")),
 ]
 

@@ -123,10 +123,6 @@ def terminate() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def handler(*_: object) -> None:
-    """A user's own."""
-
-
 def test_it_takes_effect_when_no_gradients_wait() -> None:
     called: list[tl.Pipeline] = []
     with pipeline(on_preempt=called.append) as pipe:
@@ -145,16 +141,6 @@ def test_it_takes_effect_when_no_gradients_wait() -> None:
         for _ in range(2):  # caught, it does not end training
             pipe.step(X, target=X)
             pipe.zero_grad()
-
-
-def test_signals_that_a_launcher_passes_on_count_once() -> None:
-    called: list[tl.Pipeline] = []
-    with pipeline(on_preempt=called.append) as pipe:
-        terminate()
-        terminate()
-        with pytest.raises(SystemExit):
-            pipe.eval(X)
-        assert called == [pipe]
 
 
 def test_an_error_in_on_preempt_is_raised() -> None:
@@ -183,13 +169,6 @@ def test_a_users_own_handler_is_called_as_well_and_comes_back() -> None:
 
 
 @pytest.mark.usefixtures("_one_signal")
-def test_a_handler_that_was_set_since_stays() -> None:
-    with pipeline(on_preempt=print):
-        signal.signal(signal.SIGTERM, handler)
-    assert signal.getsignal(signal.SIGTERM) == handler
-
-
-@pytest.mark.usefixtures("_one_signal")
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_pipeline_that_is_dropped_hears_nothing(elsewhere: bool) -> None:
     numbers: list[int] = []
@@ -204,13 +183,6 @@ def test_a_pipeline_that_is_dropped_hears_nothing(elsewhere: bool) -> None:
     terminate()
     assert numbers == [signal.SIGTERM]
     assert preemption._signals.heard is None
-
-
-def test_nothing_changes_without_it() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pipeline() as pipe:
-        pipe.step(X, target=X)
-        assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.usefixtures("_one_signal")

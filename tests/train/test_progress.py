@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from taktline import Pipeline, ScheduleFromPlan
+from taktline import Pipeline
 from taktline.errors import ArgumentError
-from taktline.plan import Kind
 from tests.documents import ROOT
 from tests.workers import Workers
 
@@ -55,14 +54,6 @@ def test_a_line_every_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert metrics["tokens_per_s"] == pytest.approx(4 * metrics["rows_per_s"])
     assert metrics["rows_per_s"] == pytest.approx(8 / metrics["step_ms"] * 1e3)
     assert "bubble" not in metrics, "ranks that share a thread have none of their own"
-
-
-def test_inputs_that_are_no_tokens() -> None:
-    pipe = Pipeline([nn.Linear(3, 3), nn.Linear(3, 1)], microbatches=2, ranks=2,
-                    loss_fn=nn.functional.mse_loss)  # fmt: skip
-    for _ in range(2):
-        pipe.step(torch.ones(4, 3), target=torch.ones(4, 1))
-    assert {"rows_per_s"} == {name for name in pipe.metrics() if name.endswith("_per_s")}
 
 
 def test_leaving_the_loop_early(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,34 +174,6 @@ def test_the_log_names_the_slow_rank(
     (slow,) = [line for line in found if line.startswith(start)]
     assert f"times what {words}; slowest in micro-batches" in slow
     assert others == []
-
-
-def test_a_trace_knows_them_too(caplog: pytest.LogCaptureFixture) -> None:
-    pipe = napping(report_stragglers=1, example=(X[:2],))
-    pipe.step(X, target=X)
-    slow_down(pipe)
-    caplog.clear()
-    with pipe.trace() as trace:
-        pipe.step(X, target=X)
-    assert not caplog.records  # one trace at a time
-    worst = trace.stragglers()[0]
-    assert (worst.rank, worst.stage, worst.kind, len(trace.timelines)) == (1, 1, Kind.F, 1)
-
-
-def test_only_every_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced: list[int] = []
-    trace = ScheduleFromPlan.trace
-
-    def counted(schedule: Any) -> Any:
-        traced.append(schedule.steps)
-        return trace(schedule)
-
-    monkeypatch.setattr("taktline.runtime.schedule.Schedule.trace", counted)
-    pipe = napping(report_stragglers=3)
-    for _ in range(7):
-        pipe.step(X, target=X)
-        pipe.eval(X)
-    assert sorted(set(traced)) == [2, 5]
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "often"])

@@ -64,16 +64,6 @@ def test_tied_weights_in_one_process(schedule: str, stages: int, tmp_path: Path)
     require_equal(*went_on_and_resumed(tmp_path, options))
 
 
-@pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
-def test_a_trace_does_not_change_tied_weights(schedule: str, stages: int) -> None:
-    pipe, optimizer = make(schedule=schedule, ranks=2, cuts=CUTS[stages])
-    traced, other = make(schedule=schedule, ranks=2, cuts=CUTS[stages])
-    expected = train(pipe, optimizer, 4)
-    with traced.trace():
-        found = train(traced, other, 4)
-    require_equal((expected, pipe.state_dict()), (found, traced.state_dict()))
-
-
 @pytest.mark.parametrize("seed", [None, 3])
 def test_random_numbers_in_the_loss(seed: int | None, tmp_path: Path) -> None:
     options = {"ranks": 2, "cuts": CUTS[2], "loss_fn": noisy, "seed": seed}
