@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -92,7 +92,7 @@ class GradSync(ABC):
     @property
     @abstractmethod
     def groups(self) -> Sequence[ProcessGroup]:
-        """The groups that average gradients; several for a mesh of several dimensions."""
+        """The groups that average gradients, each once; several for a mesh of more dimensions."""
 
     @abstractmethod
     def refusal(self) -> str | None:
@@ -106,31 +106,41 @@ class GradSync(ABC):
     def end(self) -> None:
         """After a step, also a failed one: restore the wrapper."""
 
+    @abstractmethod
+    def _reduce(self) -> None:
+        """Average the gradients now."""
+
+    # What only wrappers that shard have to do.
+
     def unshard(self) -> None:  # noqa: B027
-        """UNSHARD: start to gather the parameters; nothing if every replica has all of them."""
+        """UNSHARD: start to gather the parameters; the first forward or backward waits for it."""
 
     def reshard(self) -> None:  # noqa: B027
-        """RESHARD: release the gathered parameters; nothing, likewise."""
+        """RESHARD: release the gathered parameters; their gradients stay."""
+
+    def wait(self) -> None:  # noqa: B027
+        """Wait for the reductions that were started."""
+
+    def weights_done(self) -> None:  # noqa: B027
+        """After W: handle gradients that were added without the wrapper's hooks."""
+
+    # On a rank that has failed: its replicas need its part.
+
+    def forgo_unshard(self) -> None:
+        """UNSHARD that no forward waits for."""
+        self.unshard()
+
+    def forgo_reshard(self) -> None:
+        """RESHARD."""
+        self.reshard()
+
+    def forgo_reduce(self) -> None:
+        """REDUCE_GRAD."""
+        self.reduce()
 
     def reduce(self) -> None:
         """REDUCE_GRAD: average the gradients, unless they are still accumulating."""
         self._put_off = self.accumulating
-        if not self.accumulating:
-            self._reduce()
-
-    def wait(self) -> None:  # noqa: B027
-        """Wait for the reductions that were started; nothing if a wrapper waits at once."""
-
-    def forgo_unshard(self) -> None:
-        """UNSHARD on a rank that has failed: its replicas need its part of the parameters."""
-        self.unshard()
-
-    def forgo_reshard(self) -> None:
-        """RESHARD on a rank that has failed."""
-        self.reshard()
-
-    def forgo_reduce(self) -> None:
-        """REDUCE_GRAD on a rank that has failed: its replicas wait for it."""
         if not self.accumulating:
             self._reduce()
 
@@ -144,20 +154,13 @@ class GradSync(ABC):
             finally:
                 self.end()
 
-    @abstractmethod
-    def _reduce(self) -> None:
-        """Average the gradients now."""
+    def forget(self) -> None:
+        """After a failed step: drop gradients that are not reduced yet."""
+        self._put_off = False
 
     def trainable(self, module: nn.Module) -> list[nn.Parameter]:
         """The trainable parameters in the graph of a forward."""
         return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-    def weights_done(self) -> None:  # noqa: B027
-        """After W: handle gradients that were added without the wrapper's hooks."""
-
-    def forget(self) -> None:
-        """After a failed step: drop gradients that are not reduced yet."""
-        self._put_off = False
 
 
 class DDPSync(GradSync):
@@ -165,7 +168,7 @@ class DDPSync(GradSync):
 
     Its reducer expects one backward for each forward, and hears of gradients by hooks of the
     engine. In a pipeline several forwards are in flight, and W adds gradients without the engine.
-    So the average is computed here: in buckets of the same size, over the same group.
+    So the average is computed here, over the same group.
     """
 
     name = "DDP"
@@ -178,11 +181,9 @@ class DDPSync(GradSync):
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """Each group once."""
         return list(dict.fromkeys(ddp.process_group for ddp in self._wrapped))
 
     def refusal(self) -> str | None:
-        """Why a DDP cannot be averaged here; None if it can."""
         for ddp in self._wrapped:
             needed = ("_comm_hooks", "_sync_buffers")
             if reason := lacking(ddp, *needed, feature="DDP in a pipeline"):
@@ -192,7 +193,7 @@ class DDPSync(GradSync):
         return None
 
     def begin(self) -> None:
-        """Stop the reducers; a DDP under no_sync() stays as it is."""
+        # A DDP under no_sync() stays as it is.
         self._stopped = [ddp for ddp in self._wrapped if ddp.require_backward_grad_sync]
         for ddp in self._stopped:
             ddp.require_backward_grad_sync = False
@@ -203,7 +204,6 @@ class DDPSync(GradSync):
                 ddp.require_forward_param_sync = False
 
     def end(self) -> None:
-        """Restart the reducers."""
         for ddp in self._stopped:
             ddp.require_backward_grad_sync = True
         self._stopped = []
@@ -222,20 +222,12 @@ class DDPSync(GradSync):
 
 
 def _buckets(ddp: Any) -> list[list[nn.Parameter]]:
-    """The parameters that DDP reduces, in buckets of its size, each of one type and device."""
-    ignored: set[str] = ddp.parameters_to_ignore
-    full: list[list[nn.Parameter]] = []
-    filling: dict[object, list[nn.Parameter]] = {}
-    sizes: Counter[object] = Counter()
+    """The parameters that DDP reduces, those of one type and device together."""
+    found: defaultdict[object, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad and name not in ignored:
-            kind = parameter.dtype, parameter.device
-            filling.setdefault(kind, []).append(parameter)
-            sizes[kind] += parameter.nbytes
-            if sizes[kind] >= ddp.bucket_bytes_cap:
-                full.append(filling.pop(kind))
-                del sizes[kind]
-    return [*full, *filling.values()]
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore:
+            found[parameter.dtype, parameter.device].append(parameter)
+    return list(found.values())
 
 
 def _post(bucket: Sequence[nn.Parameter], group: ProcessGroup) -> tuple[torch.Tensor, Any]:
@@ -244,13 +236,10 @@ def _post(bucket: Sequence[nn.Parameter], group: ProcessGroup) -> tuple[torch.Te
     Behind the gradients there is one number for each parameter: whether a replica has used it. A
     gradient that no replica has stays None; one that is missing here counts as zero.
     """
-    used = [float(p.grad is not None) for p in bucket]
-    parts = [
-        p.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1) for p in bucket
-    ]
-    flags = torch.tensor(used, dtype=bucket[0].dtype, device=bucket[0].device)
+    parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket]
+    parts.append(bucket[0].new_tensor([float(p.grad is not None) for p in bucket]))
     with torch.no_grad():
-        flat = torch.cat([*parts, flags]).mul_(1 / group.size())
+        flat = torch.cat(parts).mul_(1 / group.size())
     return flat, dist.all_reduce(flat, group=group, async_op=True)
 
 
@@ -315,26 +304,24 @@ class FSDPSync(GradSync):
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """The groups that shard, then those that replicate, each once."""
+        # Those that shard, then those that replicate.
         kinds = ("shard_process_group", "replicate_process_group")
         found = [getattr(g.mesh_info, kind, None) for kind in kinds for g in self._groups]
         return list(dict.fromkeys(group for group in found if group is not None))
 
     def refusal(self) -> str | None:
-        """The error of FSDP's own set-up, which otherwise runs in the first forward."""
         for owners, names in ((self._roots, _OF_STATES), (self._groups, _OF_GROUPS)):
             for owner in owners:
                 if reason := lacking(owner, *names, feature=_FSDP):
                     return reason
         try:
             for root in self._roots:
-                root._lazy_init()
+                root._lazy_init()  # which otherwise runs in the first forward
         except (AssertionError, RuntimeError, ValueError) as error:
             return f"its FSDP cannot begin: {error}"
         return None
 
     def begin(self) -> None:
-        """Stop FSDP from gathering, releasing and reducing by itself."""
         self._settings = [{name: getattr(g, name) for name in _OFF} for g in self._groups]
         self._by_hand = [getattr(root._state_ctx, _MANUAL, None) for root in self._roots]
         for group in self._groups:
@@ -343,9 +330,8 @@ class FSDPSync(GradSync):
         self.reshard()
 
     def end(self) -> None:
-        """Wait for reductions, release what a plan has left gathered, and restore the settings."""
         self.wait()
-        self.reshard()
+        self.reshard()  # what a plan has left gathered
         for root, by_hand in zip(self._roots, self._by_hand, strict=False):
             # FSDP uses it to prefetch, and clears it only in a backward.
             root._comm_ctx.post_forward_order.clear()
@@ -357,34 +343,29 @@ class FSDPSync(GradSync):
         self._settings = []
 
     def wait(self) -> None:
-        """Wait for the reductions that were started."""
         if self._reduced:
             self._reduced = False
             for root in self._roots:
                 _finish(root)
 
     def unshard(self) -> None:
-        """Start to gather; the first forward or backward waits for it."""
         for unit in self._units:
             unit.unshard(async_op=True)
 
     def reshard(self) -> None:
-        """Release the whole parameters; their gradients stay."""
         for unit in self._units:
             unit.reshard()
 
     def forgo_unshard(self) -> None:
-        """Gather and wait: no forward will."""
         for unit in self._units:
             unit.unshard()
 
     def forgo_reshard(self) -> None:
-        """Wait for the gather, and release."""
-        self.forgo_unshard()
+        self.forgo_unshard()  # it waits for the gather
         self.reshard()
 
     def forgo_reduce(self) -> None:
-        """Reduce zeros where gradients are missing, since the replicas send all."""
+        # Zeros where gradients are missing, since the replicas send all.
         for group in self._groups:
             for parameter in group.fsdp_params:
                 whole = getattr(parameter, "_unsharded_param", None)
@@ -402,13 +383,12 @@ class FSDPSync(GradSync):
         self._reduced = True
 
     def trainable(self, module: nn.Module) -> list[nn.Parameter]:
-        """The whole parameters: the graph has these."""
         for unit in self._units:
             unit.unshard()
         return super().trainable(module)
 
     def weights_done(self) -> None:
-        """Add the gradients of W to those in the type of the reduction."""
+        # Add them to those in the type of the reduction.
         for group in self._groups:
             for parameter in group.fsdp_params:
                 if parameter.reduce_dtype is not None and _keeps_sums(parameter):
@@ -416,7 +396,6 @@ class FSDPSync(GradSync):
                     parameter.to_accumulated_grad_if_needed()
 
     def forget(self) -> None:
-        """Drop gradients that are not reduced, and reset the state that a failure has left."""
         super().forget()
         for root in self._roots:
             _reset(root)
