@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.runtime.capture import Captures, Graph
@@ -191,21 +190,6 @@ def test_too_many_kinds_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count(pair, "capture") == 1
 
 
-def test_a_changed_target_is_another_kind() -> None:
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return (output * target).mean()
-
-    pair = Pair(loss_fn=loss)
-    x = torch.ones(8, WIDTH)
-    for shape in ((8, WIDTH), (8, 1)):
-        for seed in range(5):
-            target = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-            losses = [pipe.step(x, target=target) for pipe in pair.both]
-            assert torch.equal(*losses)
-            pair.compare()
-    assert count(pair, "capture") == 2
-
-
 def test_accumulation_and_zeroed_gradients() -> None:
     pair = Pair()
     pair.settle()
@@ -220,20 +204,9 @@ def test_accumulation_and_zeroed_gradients() -> None:
     assert count(pair, "replay") == 5
 
 
-def test_a_gradient_that_is_kept_is_not_written_over() -> None:
-    pair = Pair()
-    pair.settle()
-    pair.step(seed=1)
-    kept = [[p.grad for p in pipe.parameters()] for pipe in pair.both]
-    pair.each(tl.Pipeline.zero_grad)
-    pair.train(4, zeroes=False)
-    for ours, theirs in zip(*kept, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or theirs is None or torch.equal(ours, theirs)
-    assert count(pair, "capture") == 2
-
-
-@pytest.mark.parametrize("share", [torch.Tensor.detach, torch.Tensor.flatten, lambda x: x[1:]])
+@pytest.mark.parametrize(
+    "share", [lambda x: x, torch.Tensor.detach, torch.Tensor.flatten, lambda x: x[1:]]
+)
 def test_memory_of_a_gradient_that_is_kept_is_not_written_over(
     share: Callable[[Tensor], Tensor],
 ) -> None:
@@ -274,21 +247,6 @@ def test_gradients_that_were_replaced_are_put_back() -> None:
                 parameter.grad = parameter.grad * 2
     pair.step(seed=2)
     assert pair.graphs.log == ["capture", *["replay"] * 3]
-
-
-def test_gradients_in_one_buffer_stay_there() -> None:
-    pair = Pair()
-    pair.settle()
-    flat = []
-    for pipe in pair.both:
-        weights = [stage.get_parameter("linear.weight") for stage in pipe.stages.values()]
-        flat.append(torch.zeros(len(weights), WIDTH, WIDTH))
-        for weight, part in zip(weights, flat[-1], strict=True):
-            weight.grad = part
-    for seed in range(4):
-        pair.step(seed=seed)
-        assert torch.equal(*flat)
-    assert count(pair, "capture") == 2
 
 
 def stage_of(pipe: tl.Pipeline, number: int) -> Stage:
@@ -445,16 +403,6 @@ def test_a_loss_with_parameters_of_its_own() -> None:
     assert pair.graphs.log == []
 
 
-def test_modes_of_the_whole() -> None:
-    pair = Pair()
-    pair.settle()
-    pair.each(lambda pipe: pipe.train(False))
-    pair.step(seed=1)
-    pair.each(lambda pipe: pipe.train())
-    pair.step(seed=2)
-    assert count(pair, "replay") == 2
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -592,19 +540,6 @@ def test_tied_weights() -> None:
     assert graphs.log == ["capture", *["replay"] * 4]
 
 
-def test_tied_weights_of_a_looped_schedule() -> None:
-    def stages() -> list[Stage]:
-        made = [Stage() for _ in range(4)]
-        made[3].linear.weight = made[0].linear.weight
-        return made
-
-    pair = Pair(stages, schedule="looped_bfs", microbatches=8)
-    for seed in range(6):
-        pair.step(rows=16, seed=seed)
-        pair.each(tl.Pipeline.zero_grad)
-    assert count(pair, "replay") == 3
-
-
 class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -730,21 +665,6 @@ def test_shapes_that_depend_on_values() -> None:
     assert "dynamic_shapes" in captures._refusal
 
 
-class Twice(Stage):
-    """Adds two gradients to its weights in one backward, one after the other."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
-        return x
-
-
-def test_gradients_are_added_in_their_order() -> None:
-    pair = Pair(lambda: [Stage(), Twice(), Stage(), Twice()])
-    pair.train(6, zeroes=False)
-    assert count(pair, "replay") == 3
-
-
 class Normed(Stage):
     def __init__(self) -> None:
         super().__init__()
@@ -752,13 +672,3 @@ class Normed(Stage):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.batch_norm(x))
-
-
-def test_forwards_that_change_what_they_keep_stay_in_order() -> None:
-    # The backwards of this schedule run from the last micro-batch to the first.
-    pair = Pair(lambda: [Normed() for _ in range(4)], schedule="looped_bfs")
-    pair.train(6)
-    assert count(pair, "replay") == 3
-    for ours, theirs in zip(*(pipe.stages.values() for pipe in pair.both), strict=True):
-        for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
-            assert torch.equal(mine, other)

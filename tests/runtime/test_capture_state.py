@@ -70,19 +70,6 @@ class Window(Stage):
         return found
 
 
-class Growing(Stage):
-    """Keeps the outputs of all micro-batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs = [torch.zeros(())] * 100
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = super().forward(x)
-        self.outputs.append(found.detach())
-        return found
-
-
 class Counting(Stage):
     """Counts micro-batches, by a number."""
 
@@ -120,7 +107,6 @@ KEEPING = {
     Averaging: "kept",
     Aside: "aside",
     Window: "latest",
-    Growing: "outputs",
     Counting: "calls",
     Replacing: "seen",
     Elsewhere: "calls",

@@ -127,13 +127,6 @@ def test_gloo(workers: Workers, case: Case) -> None:
         assert here.costs == there.costs
 
 
-@pytest.mark.processes
-def test_four_ranks(workers: Workers) -> None:
-    case = Case("ScheduleInterleavedZeroBubble", 4, 2, 8, "mlp", CALLS[:2])
-    for _, timelines, error in workers.run(run_traced, case, ranks=4):
-        check(timelines, case, error)
-
-
 def test_one_rank() -> None:
     case = Case("ScheduleInterleaved1F1B", 1, 3, 2, "mlp", CALLS)
     _, timelines, error = run_traced(0, None, case)
@@ -281,23 +274,6 @@ class TestErrors:
             return len(trace.timelines)
 
         assert local.run(main, 2) == [1, 1]
-
-    def test_one_of_a_stage_leaves_the_block(self) -> None:
-        def main(rank: int) -> str:
-            schedule = small(rank, module := Moody(4, 4))
-            module.fails = rank == 1
-            with pytest.raises(StageError) as caught, schedule.trace():
-                step(schedule)
-            module.fails = False
-            with schedule.trace() as trace:
-                step(schedule)
-            assert len(trace.timelines) == 1
-            return str(caught.value)
-
-        assert (
-            local.run(main, 2)
-            == ["rank 1, stage 1, micro-batch 0 (1F0): RuntimeError: not today"] * 2
-        )
 
     @pytest.mark.parametrize("when", ["learning", "known"])
     def test_a_step_that_failed_is_left_out(self, when: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -108,27 +107,6 @@ def test_what_was_changed_in_place_is_refused() -> None:
         pending.run()
 
 
-def test_what_w_holds_can_go_as_soon_as_it_was_used() -> None:
-    module, x = compiled(block()), torch.ones(3, 8, requires_grad=True)
-    output = module(x)
-    pending = Splitter().run_input(
-        [output], [torch.ones_like(output)], [x], list(module.parameters())
-    )
-    assert pending is not None
-    ((held, versions, second),) = pending._compiled
-    left: list[int] = []
-
-    def run(held: list[Any]) -> None:
-        known = [weakref.ref(value) for value in held]
-        second(held)
-        left.append(sum(ref() is not None for ref in known))
-
-    pending._compiled[:] = [(held, versions, run)]
-    del held
-    pending.run()
-    assert left == [1]  # the input, which is the caller's
-
-
 def test_halves_that_do_not_compile_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "taktline"):
         assert_alike(block(), torch.randn(3, 3, 8).unbind(), where="stage 3", fails="no such luck")
@@ -170,56 +148,6 @@ def test_what_changes_in_place_is_not_divided() -> None:
     graph = traced(lambda x, g: [g.add_(1).t() @ x], torch.ones(2, 2), torch.ones(2, 2))
     with pytest.raises(Undivided, match=r"changes a tensor in place \(aten.add_.Tensor\)"):
         divide(graph, [0])
-
-
-class Residual(nn.Module):
-    """Of a class of its own, so that its pieces run its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for inner in self.blocks:
-            x = x + inner(x)
-        return x
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "cut"), [(Residual, "blocks.2"), (lambda: nn.Sequential(*Residual().blocks), "2")]
-)
-def test_pieces_of_a_model(make: Callable[[], nn.Module], cut: str) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = make()
-    plain = copy.deepcopy(model)
-    used: list[int] = []
-
-    def prepare(module: nn.Module, stage: int) -> nn.Module:
-        module.compile(backend=aot(f"stage {stage}"))
-        return module
-
-    pipe = tl.Pipeline(
-        model,
-        cuts=[cut],
-        schedule="zb_h1",
-        microbatches=2,
-        ranks=2,
-        loss_fn=nn.functional.mse_loss,
-        prepare=prepare,
-    )
-    x, target = torch.randn(2, 4, 8).unbind()
-    with pytest.MonkeyPatch.context() as patch, pipe.trace():  # which keeps I and W apart
-        take_over = Pending.take_over
-        patch.setattr(
-            Pending, "take_over", lambda *args: (used.append(len(args[1])), take_over(*args))[1]
-        )
-        pipe.step(x, target=target)
-    nn.functional.mse_loss(plain(x), target).backward()
-    assert used
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from tests.runtime.parallel import (
     Wrap,
     in_ddp,
     in_fsdp,
-    in_nested_fsdp,
     in_parts,
     mesh_of,
     whole,
@@ -114,31 +113,6 @@ def test_nothing_is_reduced_unasked_and_all_is_as_before_at_the_end(
         for one, other in zip(together, alone, strict=True):
             torch.testing.assert_close(one, other)
         assert any(name in outside for name in ("all_reduce", "reduce_scatter"))
-
-
-def run_settings(rank: int, group: dist.ProcessGroup) -> list[Any]:
-    _, sync = wrapped(group, in_nested_fsdp)
-    assert isinstance(sync, FSDPSync)
-    groups = sync._groups
-
-    def settings() -> list[Any]:
-        return [
-            (g.reduce_grads, g.reshard_after_backward, g._reshard_after_forward) for g in groups
-        ]
-
-    found = [settings()]
-    sync.begin()
-    found.append(settings())
-    sync.end()
-    return [*found, settings()]
-
-
-@pytest.mark.processes
-def test_settings_of_fsdp_are_taken_and_given_back(workers: Workers) -> None:
-    for before, inside, after in workers.run(run_settings, ranks=4):
-        assert before == after
-        assert set(inside) == {(False, False, False)}
-        assert (True, True, True) in before
 
 
 def run_stale(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

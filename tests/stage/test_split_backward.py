@@ -391,6 +391,31 @@ def test_w_does_what_it_can() -> None:
         assert done[name] == set()
 
 
+def begin(
+    module: nn.Module,
+    x: Tensor,
+    gradient: Tensor | None = None,
+    splitter: Splitter | None = None,
+) -> Pending | None:
+    """I of a backward; returns what is left to W."""
+    y = module(x)
+    gradient = torch.ones_like(y) if gradient is None else gradient
+    inputs, weights = [x] if x.requires_grad else [], list(module.parameters())
+    return (splitter or Splitter()).run_input([y], [gradient], inputs, weights)
+
+
+def begin_w(*given: Any) -> Pending:
+    """The same, where something is left."""
+    pending = begin(*given)
+    assert pending is not None
+    return pending
+
+
+def assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert same(p.grad, q.grad)
+
+
 def test_the_graph_may_change_between_steps() -> None:
     """Freezing, unfreezing and hooks between two uses of one splitter."""
     torch.manual_seed(0)
@@ -399,19 +424,13 @@ def test_the_graph_may_change_between_steps() -> None:
     calls: list[str] = []
 
     def step() -> None:
-        for part, split in ((reference, False), (module, True)):
-            part.zero_grad()
-            x = example(0)
-            ((y, g),) = outputs_of(part, x, 0)
-            if split:
-                weights = [p for p in part.parameters() if p.requires_grad]
-                pending = splitter.run_input([y], [g], [x], weights)
-                if pending is not None:
-                    pending.run()
-            else:
-                y.backward(g)
-        for one, other in zip(module.parameters(), reference.parameters(), strict=True):
-            assert same(one.grad, other.grad)
+        reference.zero_grad()
+        module.zero_grad()
+        reference(example(0)).sum().backward()
+        pending = begin(module, example(0), None, splitter)
+        if pending is not None:
+            pending.run()
+        assert_same_gradients(module, reference)
 
     step()
     for part in (module, reference):
@@ -427,53 +446,41 @@ def test_the_graph_may_change_between_steps() -> None:
 
 @pytest.mark.parametrize("name", ["1.weight", "1.bias"])
 def test_hooks_run_once_for_each_backward(name: str) -> None:
-    torch.manual_seed(0)
-    module = mlp()
-    calls: list[Tensor] = []
-    check_exact(module)
-    module.zero_grad()
+    module, calls = mlp(), list[Tensor]()
     module.get_parameter(name).register_hook(calls.append)
     module.get_parameter(name).register_post_accumulate_grad_hook(calls.append)
-    x = example(0)
-    pending = Splitter().run_input([module(x)], [torch.ones(5, 4)], [x], list(module.parameters()))
-    assert pending is not None
+    pending = begin_w(module, example(0))
     assert len(calls) == 2
     pending.run()
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("hooked", [True, False])
-def test_a_hook_may_change_the_gradient(hooked: bool) -> None:
+def test_a_hook_may_change_the_gradient() -> None:
     torch.manual_seed(0)
-    module = mlp()
-    plain, split = deepcopy(module), module
-    for part in (plain, split):
-        if hooked:
-            part.get_parameter("1.weight").register_hook(lambda gradient: gradient * 3)
-        x = example(0)
-        y = part[0](x)
+
+    def hooked(m: Any, x: Tensor) -> Tensor:
+        y = m.norm(x)
         y.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-        z = part[1](y)
+        z = m.a(y)
         z.register_hook(lambda gradient: gradient * 2)
-        out = part[3](part[2](z))
-        if part is plain:
-            out.backward(torch.ones(5, 4))
-        else:
-            pending = Splitter().run_input([out], [torch.ones(5, 4)], [x], list(split.parameters()))
-            assert pending is not None
-            pending.run()
-    for one, other in zip(plain.parameters(), split.parameters(), strict=True):
-        assert same(one.grad, other.grad)
+        return m.b(z)
+
+    plain = Piece(hooked, norm=nn.LayerNorm(4), a=linear(), b=linear())
+    split = deepcopy(plain)
+    for part in (plain, split):
+        part.get_parameter("b.weight").register_hook(lambda gradient: gradient * 3)
+    plain(example(0)).sum().backward()
+    begin_w(split, example(0)).run()
+    assert_same_gradients(split, plain)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
 def test_a_hook_on_the_node_of_a_parameter_runs(kind: str) -> None:
     """Wrappers that reduce gradients themselves put their hooks there."""
-    layer, x, calls = linear(), example(0), []
+    layer, calls = linear(), []
     node = get_gradient_edge(layer.weight).node
     getattr(node, kind)(lambda *gradients: calls.append(gradients))
-    parameters = list(layer.parameters())
-    pending = Splitter().run_input([layer(x)], [torch.ones(5, 4)], [x], parameters)
+    pending = begin(layer, example(0))
     if pending is not None:
         pending.run()
     assert len(calls) == 1
@@ -481,19 +488,15 @@ def test_a_hook_on_the_node_of_a_parameter_runs(kind: str) -> None:
 
 def test_gradients_share_no_memory_where_a_parameter_has_hooks() -> None:
     torch.manual_seed(0)
-    module = MODULES["added view"]()
+    module, splitter = MODULES["added view"](), Splitter()
     expected = deepcopy(module)
     module.get_parameter("a.bias").register_hook(lambda gradient: None)
-    splitter, due = Splitter(), []
     for index in range(2):
         expected(example(index)).sum().backward()
-        x = example(index)
-        roots, gradients = [module(x).sum()], [torch.tensor(1.0)]
-        due.append(splitter.run_input(roots, gradients, [x], list(module.parameters())))
+    due = [begin_w(module, example(index), None, splitter) for index in range(2)]
     for pending in due:
         pending.run()
-    for one, other in zip(module.parameters(), expected.parameters(), strict=True):
-        assert same(one.grad, other.grad)
+    assert_same_gradients(module, expected)
 
 
 def test_an_optimizer_in_the_backward() -> None:
@@ -512,25 +515,16 @@ def test_an_optimizer_in_the_backward() -> None:
             parameter.register_post_accumulate_grad_hook(learn)
     splitter = Splitter()
     for index in range(3):
-        one, other = example(index), example(index)
-        plain(one).sum().backward()
-        assert (
-            splitter.run_input(
-                [split(other).sum()], [torch.tensor(1.0)], [other], list(split.parameters())
-            )
-            is None
-        )
-        assert same(one.grad, other.grad)
+        plain(example(index)).sum().backward()
+        assert begin(split, example(index), None, splitter) is None
         for p, q in zip(plain.parameters(), split.parameters(), strict=True):
-            assert p.grad is None
             assert q.grad is None
             assert torch.equal(p, q)
 
 
 def test_a_factor_must_stay_as_it_is_until_w() -> None:
-    layer, x = linear(), example(0, grad=False)
-    pending = Splitter().run_input([layer(x).sum()], [torch.tensor(1.0)], [], [*layer.parameters()])
-    assert pending is not None
+    x = example(0, grad=False)
+    pending = begin_w(linear(), x)
     x.zero_()
     with pytest.raises(SplitError, match="changed in place between"):
         pending.run()
@@ -539,29 +533,22 @@ def test_a_factor_must_stay_as_it_is_until_w() -> None:
 def test_gradients_that_are_differentiated_themselves() -> None:
     """Neither what a backward begins with nor what it is added to ties W to a graph."""
     torch.manual_seed(0)
-    module, gradient = linear(), torch.ones(5, 4, requires_grad=True)
+    module = linear()
     plain = deepcopy(module)
     for part in (module, plain):
         part.weight.grad = torch.ones(4, 4, requires_grad=True)
     plain(example(0)).backward(torch.ones(5, 4))
-    x = example(0)
-    pending = Splitter().run_input([module(x)], [gradient], [x], list(module.parameters()))
-    assert pending is not None
-    pending.run()
+    begin_w(module, example(0), torch.ones(5, 4, requires_grad=True)).run()
     assert module.weight.grad is not None
     assert module.weight.grad.grad_fn is None
     assert same(module.weight.grad, plain.weight.grad)
 
 
 def test_gradients_of_another_type() -> None:
-    layer, x = linear(dtype=torch.bfloat16), example(0).bfloat16()
+    layer = linear(dtype=torch.bfloat16)
     layer.weight.grad_dtype = torch.float32
     for _ in range(2):
-        pending = Splitter().run_input(
-            [layer(x)], [torch.ones(5, 4, dtype=torch.bfloat16)], [x], [*layer.parameters()]
-        )
-        assert pending is not None
-        pending.run()
+        begin_w(layer, example(0).bfloat16().detach()).run()
     assert layer.weight.grad is not None
     assert layer.weight.grad.dtype == torch.float32
 
@@ -577,18 +564,10 @@ def products(run: Callable[[], object]) -> int:
 
 def test_i_leaves_the_products_of_weights_to_w() -> None:
     layers = nn.Sequential(linear(), nn.Tanh(), linear(bias=False), nn.Tanh(), linear())
-    splitter, due = Splitter(), []
+    splitter, due = Splitter(), list[Pending]()
     for _ in range(2):
-        x = example(0)
-        y = layers(x)
-        assert (
-            products(
-                lambda y=y, x=x: due.append(
-                    splitter.run_input([y], [torch.ones_like(y)], [x], [*layers.parameters()])
-                )
-            )
-            == 3
-        )
+        # Three of the forward.
+        assert products(lambda: due.append(begin_w(layers, example(0), None, splitter))) == 6
         assert products(due.pop().run) == 3
 
 
@@ -651,11 +630,7 @@ def test_what_cannot_be_split_is_computed_in_i() -> None:
 def test_a_backward_that_is_not_split_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     module, splitter = MODULES["checkpoint, re-entrant"](), Splitter("stage 3")
     for index in range(2):
-        x = example(index)
-        output = module(x)
-        gradients = [torch.ones_like(output)]
-        assert splitter.run_input([output], gradients, [x], [*module.parameters()]) is None
-        assert x.grad is not None
+        assert begin(module, example(index), None, splitter) is None
     assert caplog.messages == [
         "stage 3: its backward is not split: re-entrant checkpointing runs its backward at once; "
         "pass use_reentrant=False"
