@@ -127,7 +127,21 @@ def examine(backend: str | None, meeting: Meeting) -> Report:
             advice += f"{meeting.address} can be reached from there; --timeout waits longer"
             report.add("ranks", "failed", text, advice)
         elif check_devices(report):
-            _examine_together(report, meeting, device)
+            meeting.doing = "making a process group"
+            dist.init_process_group(
+                backend,
+                rank=meeting.rank,
+                world_size=meeting.size,
+                store=PrefixStore("group", meeting.store),
+                timeout=meeting.timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+            meeting.doing = "measuring links"
+            found = measure(transport_of(None, device), device)
+            check_links(report, meeting.share("links", found))
+            meeting.doing = "running a pipeline"
+            check_pipeline(report, device)
+            dist.destroy_process_group()
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         text = f"broke on rank {meeting.rank} while {meeting.doing}: {reason}"
@@ -137,19 +151,6 @@ def examine(backend: str | None, meeting: Meeting) -> Report:
     if meeting.rank and report.count("failed"):
         time.sleep(_GRACE)  # launchers end all ranks with the first, and rank 0 has to print
     return report
-
-
-def _examine_together(report: Report, meeting: Meeting, device: torch.device) -> None:
-    meeting.doing = "making a process group"
-    ranks: dict[str, Any] = {"rank": meeting.rank, "world_size": meeting.size}
-    ranks |= {"store": PrefixStore("group", meeting.store), "timeout": meeting.timeout}
-    ranks["device_id"] = device if device.type == "cuda" else None
-    dist.init_process_group(report.backend, **ranks)
-    meeting.doing = "measuring links"
-    check_links(report, meeting.share("links", measure(transport_of(None, device), device)))
-    meeting.doing = "running a pipeline"
-    check_pipeline(report, device)
-    dist.destroy_process_group()
 
 
 def examine_local(size: int) -> Report:
@@ -173,7 +174,6 @@ def describe(rank: int, backend: str, device: torch.device) -> dict[str, Any]:
         "device": f"{device} {gpu.name}" if gpu else str(device),
         "gpu": gpu.name if gpu else None,
         "gpu_id": str(gpu.uuid) if gpu else None,
-        "gpus": torch.cuda.device_count(),
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "NumPy": numpy.__version__,
@@ -201,9 +201,6 @@ def check_devices(report: Report) -> bool:
         found = "failed", f"{_of(shared)} share GPUs, which nccl cannot", "use one GPU per rank"
     elif len(set(gpus)) > 1:
         found = "warning", by_rank(gpus), "cut the model so that slower ranks get less of it"
-    elif report.backend == "gloo" and any(facts["gpus"]):
-        advice = "start a rank for each GPU (with --backend nccl if you start them here)"
-        found = "warning", "gloo: GPUs are there, but only the CPUs were checked", advice
     else:
         found = "ok", f"{report.backend}, on {gpus[0] or 'CPU'}"
     report.add("devices", *found)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from taktline.cli import main
 from taktline.cli.demo import MeasuredSchedule, conclusion, durations
 from taktline.cli.ranks import called
 from taktline.plan import Costs, Link, build, lower, names, simulate
@@ -138,13 +137,3 @@ def alive(group: int) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def test_a_schedule_that_does_not_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["taktline", "demo", "--schedule", "1f2b"])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2
-    assert "no schedule is called '1f2b'; did you mean 1f1b?" in capsys.readouterr().err

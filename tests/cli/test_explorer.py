@@ -33,21 +33,6 @@ def test_writes_the_page_that_was_asked_for(tmp_path: Path) -> None:
     assert file.read_text() == page(["zbv"], ranks=8, comm=0.1)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["2f2b"], "no schedule is called '2f2b'"),
-        (["forward_only"], "forward_only has no backward, and no bubble to compare"),
-        (["--ranks", "64"], "--ranks must be from 1 to 32, not 64"),
-        (["-o", "page.svg"], "the page is an .html file, not '.svg'"),
-    ],
-)
-def test_what_it_cannot_show(words: list[str], message: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["explore", *words])
-    assert result.exit_code == 2
-    assert f"error: {message}" in result.output
-
-
 def test_nothing_comes_from_elsewhere() -> None:
     text = page()
     assert not re.findall(r"https?://|//[a-z]+\.[a-z]", text)

@@ -71,9 +71,3 @@ def test_in_a_notebook() -> None:
         assert found is not None
         assert float(found[1]) <= 960
     assert simulate(build("1f1b", ranks=64, microbatches=512))._repr_svg_() is None
-
-
-def test_a_timeline_in_a_line() -> None:
-    assert repr(TIMELINE) == (
-        "Timeline(zbv, 2 ranks × 2 stages, 4 micro-batches, makespan 25, bubble 4.0%)"
-    )

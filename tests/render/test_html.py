@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,17 +57,9 @@ def test_nothing_comes_from_elsewhere() -> None:
     assert "default-src 'none'" in page
 
 
-def test_the_title_has_all_names() -> None:
-    timelines = [one("1f1b", ranks=2, microbatches=2), one("gpipe", ranks=2, microbatches=2)]
-    assert "<title>1f1b, gpipe</title>" in to_html(timelines)
-
-
-def test_no_timelines() -> None:
+def test_timelines_that_cannot_share_a_page() -> None:
     with pytest.raises(PlanError, match="at least one"):
         to_html([])
-
-
-def test_different_units_share_no_axis() -> None:
     plan = build("gpipe", ranks=2, microbatches=2)
     with pytest.raises(CostError, match="'' and 'ms' do not share an axis"):
         to_html([simulate(plan), simulate(plan, Costs(unit="ms"))])
@@ -80,9 +73,8 @@ def test_different_units_share_no_axis() -> None:
         one("zbv", Costs(forward=1 / 3, backward_input=0.1, link=Link(latency=0.037))),
         simulate(lower(build("zbv", ranks=4, microbatches=8), keep_ready=1, reduce=True)),
         one("1f1b", Costs(forward=1e-6, backward_input=2e-6, backward_weight=2e-6), ranks=3),
-        one("1f1b", Costs(forward=12345.6, backward=54321.9, unit="ns"), ranks=3),
     ],
-    ids=["1f1b", "pairs", "thirds", "lowered", "tiny", "long"],
+    ids=["1f1b", "pairs", "thirds", "lowered", "tiny"],
 )
 def test_times_and_memory_survive(timeline: Timeline) -> None:
     columns = data_of(to_html([timeline]))["timelines"][0]
@@ -249,7 +241,6 @@ def test_an_overlapped_pair_is_one_box(show: Callable[..., Viewer]) -> None:
     page.frame()
     assert page.pixel(x - 12, y - 10) == kinds[0]
     assert page.pixel(x - 12, y + 10) != kinds[1]
-    assert page("highlighted()") == [boxes_of(PAIRS, forward.microbatch or 0)]
     page.press("Escape", "c")
     assert page("critical()") == [critical(PAIRS)]
 
@@ -262,7 +253,7 @@ def boxes_of(timeline: Timeline, microbatch: int) -> int:
 
 
 @pytest.mark.processes
-def test_wheel_zooms_around_the_pointer(plain: Viewer) -> None:
+def test_wheel_keys_and_buttons_zoom(plain: Viewer) -> None:
     x, y = plain.where("1B2")
     plain.page.mouse.move(x, y)
     plain.wheel(0, -66)
@@ -270,29 +261,12 @@ def test_wheel_zooms_around_the_pointer(plain: Viewer) -> None:
     assert end - start == pytest.approx(33 * np.exp(-0.66), rel=1e-6)
     assert plain.where("1B2")[0] == pytest.approx(x, abs=1.5)
     assert plain("visible()")[0] < 64
-    plain.page.keyboard.down("Shift")
-    plain.page.mouse.wheel(0, 100)
-    plain.page.keyboard.up("Shift")
-    plain.frame()
-    moved = plain.view()
-    assert moved[0] > start
-    assert moved[1] - moved[0] == pytest.approx(end - start)
     plain.wheel(0, 3000)
     plain.wheel(0, 3000)
     assert plain.view() == (0, 33)
-
-
-@pytest.mark.processes
-def test_keys_and_buttons_zoom_and_fit(plain: Viewer) -> None:
-    assert plain.view() == (0, 33)
-    plain.press("+", "+")
-    assert plain.view() == pytest.approx((16.5 - 33 / 4.5, 16.5 + 33 / 4.5))
-    plain.press("-")
+    plain.press("+", "+", "-")
     assert plain.view() == pytest.approx((5.5, 27.5))
     plain.press("0")
-    assert plain.view() == (0, 33)
-    plain.press("=", "Home")
-    assert plain.view() == (0, 33)
     for button, span in (("#in", 22), ("#in", 44 / 3), ("#out", 22), ("#fit", 33)):
         plain.page.click(button)
         start, end = plain.view()
@@ -315,7 +289,6 @@ def test_dragging_and_arrows_pan(plain: Viewer) -> None:
     x, y = plain.where("1B2")
     plain.page.mouse.move(x, y)
     plain.page.mouse.down()
-    plain.page.mouse.move(x - 50, y, steps=4)
     plain.page.mouse.move(x - 200, y + 30, steps=4)
     plain.page.mouse.up()
     plain.frame()
@@ -325,8 +298,6 @@ def test_dragging_and_arrows_pan(plain: Viewer) -> None:
     assert plain("microbatch()") is None  # a drag is no click
     plain.press("ArrowLeft")
     assert plain.view()[0] == pytest.approx(start - 1.5)
-    plain.press("ArrowRight", "ArrowRight")
-    assert plain.view()[0] == pytest.approx(start + 1.5)
     for _ in range(40):
         plain.page.keyboard.press("ArrowRight")
     assert plain.view() == pytest.approx((23, 33))  # not beyond the end
@@ -359,31 +330,23 @@ def test_the_tip_says_what_an_action_waited_for(plain: Viewer) -> None:
 def test_messages_take_time(show: Callable[..., Viewer]) -> None:
     plan = build("1f1b", ranks=2, microbatches=2)
     slow = Costs(link=Link(latency=0.5), unit="ms")
+    blocking = replace(slow, comm_blocks=True, message_bytes=1)
     late = show(
-        simulate(plan, slow),
         simulate(lower(plan, keep_ready=1), slow),
-        simulate(plan, Costs(link=Link(latency=0.5), comm_blocks=True, unit="ms")),
-        simulate(
-            lower(plan), Costs(link=Link(latency=0.5), comm_blocks=True, message_bytes=1, unit="ms")
-        ),
+        simulate(lower(plan), blocking),
         viewport={"width": 1280, "height": 1800},
     )
-    for index in (0, 1):
-        assert late.hover("1F0", index).endswith(
-            "Start 1.5 ms Duration 1 ms waited 1.5 ms for 0F0 from rank 0, "
-            "whose message took 0.5 ms"
-        )
-        assert late.hover("0F1", index).endswith("right after 0F0")
-    for index in (2, 3):
-        assert late.hover("0F1", index).endswith("waited 0.5 ms for 0SEND_F0")
-    assert late.hover("1F0", 3).endswith("for 0F0 from rank 0, whose message took 0.5 ms")
-    assert late("boxes()") == [8, 8, 8, 8]
-    x, y = late.where("0F1", 3)
-    box = late("where(3, '0F1')")
+    assert late.hover("1F0", 0).endswith(
+        "Start 1.5 ms Duration 1 ms waited 1.5 ms for 0F0 from rank 0, whose message took 0.5 ms"
+    )
+    assert late.hover("0F1", 0).endswith("right after 0F0")
+    assert late.hover("0F1", 1).endswith("waited 0.5 ms for 0SEND_F0")
+    assert late.hover("1F0", 1).endswith("for 0F0 from rank 0, whose message took 0.5 ms")
+    x, y = late.where("0F1", 1)
+    box = late("where(1, '0F1')")
     late.page.mouse.move(x - box["width"] / 2 - 4, y + box["height"] / 2 - 1)
     late.frame()
-    assert late.tip() == ("0SEND_F0 send f Rank 0 Stage 0 Micro-batch 0 Start 1 ms Duration 0.5 ms")
-    late.press("c")
+    assert late.tip() == "0SEND_F0 send f Rank 0 Stage 0 Micro-batch 0 Start 1 ms Duration 0.5 ms"
 
 
 @pytest.mark.processes
@@ -417,14 +380,11 @@ def test_a_micro_batch_is_followed(plain: Viewer) -> None:
 
 @pytest.mark.processes
 def test_the_critical_path(plain: Viewer) -> None:
-    assert plain("critical()") == [0]
-    plain.page.evaluate("document.activeElement.blur()")
     plain.press("c")
     assert plain("critical()") == [critical(PLAIN)]
     on, off = plain.where("3B4"), plain.where("1B4")
     assert plain.pixel(on[0], on[1] - 14) == shade(Kind.B, 0, 1)
     assert plain.pixel(off[0], off[1] - 14) != shade(Kind.B, 0, 1)
-    assert plain.page.get_attribute("#critical", "aria-pressed") == "true"
     plain.page.click("#critical")
     assert plain("critical()") == [0]
 
@@ -443,29 +403,18 @@ def test_the_keyboard_goes_from_box_to_box(plain: Viewer) -> None:
         "waited 6 for 1B0 from rank 1"
     )
     assert plain.tip().startswith("0B0 backward")
-    plain.press("ArrowDown")
-    assert plain("selected()") in ("1F3", "1B1")
-    plain.press("ArrowDown", "ArrowDown", "ArrowDown")
-    assert plain("selected()").startswith("3")
-    plain.press("ArrowLeft", "Enter")
+    plain.press("ArrowDown", "ArrowDown", "ArrowDown", "ArrowDown", "Enter")
     selected = plain("selected()")
+    assert selected.startswith("3")
     assert plain("microbatch()") == int(selected[2:])
-    # A box outside of the view is brought into it.
-    plain("look(0, 3)")
+    plain("look(0, 3)")  # a box outside of the view is brought into it
     plain.press("ArrowRight")
     start, end = plain.view()
     assert start > 0
     assert end - start == pytest.approx(3)
     assert plain(f"where(0, '{plain('selected()')}')") is not None
-    plain("look(30, 33)")
-    plain.press("ArrowLeft")
-    assert plain.view()[0] < start
-    assert plain(f"where(0, '{plain('selected()')}')") is not None
     plain.press("Escape")
-    assert plain("selected()") is None
-    assert plain("microbatch()") is None
-    assert plain.tip() == ""
-    plain.press("0")
+    assert (plain("selected()"), plain("microbatch()"), plain.tip()) == (None, None, "")
 
 
 @pytest.mark.processes
@@ -571,15 +520,11 @@ def test_a_hundred_thousand_actions(show: Callable[..., Viewer]) -> None:
     page.frame()
     inside = (many.end > 9000) & (many.start < 9030)
     assert page("drawn()") == [{"boxes": int(inside.sum()), "merged": 0}]
-    assert page("visible()") == [int(inside.sum())]
-    plan = many.plan
-    for rank in range(plan.ranks):
-        rows = range(int(plan.offsets[rank]), int(plan.offsets[rank + 1]))
-        row = next(row for row in rows if many.start[row] > 9002)
-        action = plan.rows.leaf(row)
-        x, y = page.where(str(action))
-        chunk = plan.placement.stages_of(rank).index(action.stage)
-        assert page.pixel(x, y - 14) == shade(action.kind, chunk, 2)
+    row = next(row for row in range(len(many.start)) if many.start[row] > 9002)
+    action = many.plan.rows.leaf(row)
+    x, y = page.where(str(action))
+    chunk = many.plan.placement.stages_of(0).index(action.stage)
+    assert page.pixel(x, y - 14) == shade(action.kind, chunk, 2)
 
 
 @pytest.mark.processes

@@ -13,30 +13,29 @@ from taktline.render.text import chart, grid, legend
 from tests.plan.strategies import any_plan
 
 
-def test_to_scale() -> None:
-    assert grid(build("1f1b", ranks=2, microbatches=2), width=80).splitlines() == [
-        "1f1b: 2 ranks × 1 stage, 2 micro-batches",
-        "rank 0 │ 0F0 0F1         0B0────     0B1────",
-        "rank 1 │     1F0 1B0──── 1F1 1B1────",
-    ]
-
-
-def test_a_pair_is_one_box() -> None:
-    plan = Plan.from_actions([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]])
-    assert grid(plan, width=80).splitlines()[1] == "rank 0 │ 0F0 0F1&0B0──── 0B1────"
-
-
-def test_a_lowered_plan_is_listed_in_order() -> None:
-    plan = lower(build("gpipe", ranks=2, microbatches=1))
-    assert grid(plan, width=80).splitlines() == [
-        "gpipe: 2 ranks × 1 stage, 1 micro-batch, lowered, in order",
-        "rank 0 │ 0F0      0SEND_F0 0RECV_B0 0B0",
-        "rank 1 │ 1RECV_F0 1F0      1B0      1SEND_B0",
-    ]
-
-
-def test_a_plan_that_cannot_run_is_listed_in_order() -> None:
-    assert grid(Plan.from_actions([["0B0", "0F0"]]), width=80).endswith("rank 0 │ 0B0 0F0")
+@pytest.mark.parametrize(
+    ("plan", "rows"),
+    [
+        (
+            lower(build("gpipe", ranks=2, microbatches=1)),
+            [
+                "gpipe: 2 ranks × 1 stage, 1 micro-batch, lowered, in order",
+                "rank 0 │ 0F0      0SEND_F0 0RECV_B0 0B0",
+                "rank 1 │ 1RECV_F0 1F0      1B0      1SEND_B0",
+            ],
+        ),
+        (
+            Plan.from_actions([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]]),
+            ["custom: 1 rank × 1 stage, 2 micro-batches", "rank 0 │ 0F0 0F1&0B0──── 0B1────"],
+        ),
+        (  # which cannot run
+            Plan.from_actions([["0B0", "0F0"]]),
+            ["custom: 1 rank × 1 stage, 1 micro-batch", "rank 0 │ 0B0 0F0"],
+        ),
+    ],
+)
+def test_grids(plan: Plan, rows: list[str]) -> None:
+    assert grid(plan, width=80).splitlines() == rows
 
 
 @given(any_plan(), st.integers(40, 200))
@@ -90,9 +89,6 @@ class TestChart:
         assert "0F0 0F1 0F2" in self.lines(200)[1].replace("─", "")
         assert "F0 F1 F2" in self.lines(120)[1].replace("─", "")
         assert set(self.lines(60)[1][9:]) <= set("FB─· ")
-
-    def test_idle_time_is_visible_without_colour(self) -> None:
-        assert "····" in self.lines()[1]
 
     def test_several_share_one_axis(self) -> None:
         half = Costs(forward=0.5, backward_input=0.5, backward_weight=0.5)
