@@ -143,9 +143,9 @@ NOT_A_COST = r"costs of layer 1 must be a number from 0 up, not "
     ],
 )
 def test_wrong_numbers(arguments: Any, kind: type[Exception], message: str) -> None:
-    costs, stages, memory, limits = (*arguments, None, None)[:4]
+    optional = dict(zip(("memory", "limits"), arguments[2:], strict=False))
     with pytest.raises(kind, match=message):
-        balance(costs, stages, memory=memory, limits=limits)
+        balance(*arguments[:2], **optional)
 
 
 def test_in_words() -> None:
