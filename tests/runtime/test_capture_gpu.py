@@ -72,6 +72,15 @@ def test_schedules(schedule: str, ranks: int) -> None:
         lambda: [Stage() for _ in range(count)], schedule=schedule, ranks=ranks, microbatches=8
     )
     train(pair)
+    assert "captured, 4 micro-batches side by side, 4 replays" in str(pair.pipe), str(pair.pipe)
+
+
+def test_microbatches_that_take_much_memory_run_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("taktline.runtime.capture.cuda._SHARE", 1e-9)
+    pair = on_gpu(microbatches=8)
+    train(pair)
     assert "captured, 4 replays" in str(pair.pipe), str(pair.pipe)
 
 
@@ -107,7 +116,7 @@ def test_an_old_graph_is_not_freed_within_a_capture() -> None:
         Dropping.old.clear()
 
 
-def test_microbatches_change_buffers_one_after_the_other() -> None:
+def test_microbatches_that_change_buffers_run_one_after_the_other() -> None:
     pair = on_gpu(lambda: [Stage(), Normed(), Stage(), Stage()])
     train(pair)
     assert "captured, 4 replays" in str(pair.pipe), str(pair.pipe)
@@ -116,7 +125,7 @@ def test_microbatches_change_buffers_one_after_the_other() -> None:
 
 
 class Wide(nn.Module):
-    """Its gradients are large."""
+    """Its gradients are added as they come, others when the micro-batch ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,10 +135,12 @@ class Wide(nn.Module):
         return self.down(self.up(x).tanh()) * 1e-3
 
 
-def test_large_gradients() -> None:
+def test_large_gradients_side_by_side() -> None:
     pair = on_gpu(lambda: [Stage(), Wide(), Stage(), Stage()], microbatches=8)
+    ballast = torch.empty(2**33, dtype=torch.uint8, device="cuda")
     train(pair)
-    assert "captured, 4 replays" in str(pair.pipe), str(pair.pipe)
+    assert "captured, 4 micro-batches side by side, 4 replays" in str(pair.pipe), str(pair.pipe)
+    del ballast
 
 
 def test_dropout_draws_the_same_numbers() -> None:
@@ -183,7 +194,7 @@ def test_autocast_within_a_block_that_is_off() -> None:
     assert "captured, 4 replays" in str(pair.pipe), str(pair.pipe)
     pair = on_gpu(lambda: [Narrow() for _ in range(4)])
     train(pair)
-    assert "captured, 4 replays" in str(pair.pipe), str(pair.pipe)
+    assert "side by side, 4 replays" in str(pair.pipe), str(pair.pipe)
 
 
 @pytest.mark.parametrize("outside", [True, False])

@@ -1,22 +1,18 @@
-"""Decides which steps are captured, replayed, or run eagerly; and the graphs themselves."""
+"""Decides which steps are captured, replayed, or run eagerly."""
 
 from __future__ import annotations
 
-import gc
-import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
-from weakref import WeakSet
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from taktline.checks import warn
 from taktline.errors import ScheduleError, TaktlineError, text_of
-from taktline.private import private
-from taktline.runtime.capture.buffers import Gradients, Inputs, Static
+from taktline.runtime.capture.buffers import Adding, Gradients, Inputs, Static
+from taktline.runtime.capture.cuda import CudaGraphs, Streams, is_loop
 from taktline.runtime.capture.state import State
 from taktline.runtime.program import Bound, Failure, bind
 from taktline.runtime.stage_actions import Binding, Drawing, RankRandom
@@ -32,18 +28,17 @@ _KINDS = 8
 _TRIES = 8
 """How often a kind may be captured anew; then it runs eagerly."""
 
-# Without it, torch's own end of a capture has to do.
-_end_allocating = private("torch._C._cuda_endAllocateToPool", "a failed capture", lambda *_: None)
-
 
 class Graph(Protocol):
     """The graph of a program."""
 
     def capture(self, run: Callable[[], None]) -> None:
         """Capture a run of the program; raises if that fails."""
+        ...
 
     def replay(self) -> None:
         """Run the program again."""
+        ...
 
 
 Graphs: TypeAlias = Callable[[], Graph]
@@ -62,9 +57,13 @@ class _Entry:
     """The state after the latest warm-up; a graph is right while it stays the same."""
     touched: list[nn.Parameter] = field(default_factory=list)
     """The parameters that get gradients."""
+    any_order: bool = False
+    """Whether no forward changes what another one reads."""
     graph: Graph | None = None
     static: Static = field(init=False)
     """The buffers of the graph."""
+    streams: int = 1
+    """How many micro-batches run side by side in the graph."""
     replays: int = 0
     refusal: str | None = None
     """Why it always runs eagerly; None if it does not."""
@@ -72,8 +71,10 @@ class _Entry:
     def __str__(self) -> str:
         if self.refusal is not None:
             return f"{self.name}: eagerly, {self.refusal}"
-        captured = f"captured, {counted(self.replays, 'replay')}"
-        return f"{self.name}: {'warms up' if self.graph is None else captured}"
+        if self.graph is None:
+            return f"{self.name}: warms up"
+        beside = f", {self.streams} micro-batches side by side" if self.streams > 1 else ""
+        return f"{self.name}: captured{beside}, {counted(self.replays, 'replay')}"
 
 
 class Captures:
@@ -163,14 +164,16 @@ class Captures:
         failure = eagerly()
         if failure is not None:
             return failure
-        changed = before.difference(State(self._stages, binding.loss_fn, deep=True))
+        after = State(self._stages, binding.loss_fn, deep=True)
         entry.touched = [
             p
             for p, gradient, version in gradients
             if p.grad is not None and (p.grad is not gradient or p.grad._version != version)
         ]
+        entry.any_order = before.versions == after.versions and not binding.feed.observed
         entry.state = State(self._stages, binding.loss_fn)
         entry.warm += 1
+        changed = before.difference(after)
         if changed is not None and entry.warm == _WARM_UP:  # earlier steps may fill caches
             self._refuse(
                 entry,
@@ -193,13 +196,17 @@ class Captures:
             graph, drawing = self._graphs(), bound.binding.drawing
             if isinstance(drawing, RankRandom):
                 drawing = Drawing(self._device)  # no rank draws, so they need no numbers
-            binding = replace(bound.binding, feed=static.feed, drawing=drawing)
-            program = bind(binding, bound.known).program
+            changes = {"feed": static.feed, "drawing": drawing, "any_order": entry.any_order}
+            program = bind(replace(bound.binding, **changes), bound.known).program
+            several = entry.any_order and is_loop(program.actions())
 
             def run() -> None:
                 static.begin()
-                with self._gradients.instead(entry.touched, self._parameters()):
-                    program.run_alone()
+                with self._adding(entry.touched).instead() as adding:
+                    streams = Streams(self._device, adding, several=several)
+                    program.run_alone(streams.enter, adding.take_all)
+                    streams.join()
+                    entry.streams = streams.count
 
             graph.capture(run)
             entry.graph, entry.static = graph, static
@@ -216,6 +223,9 @@ class Captures:
             )
             error.recoverable = "restart"
             raise error
+
+    def _adding(self, touched: Sequence[nn.Parameter]) -> Adding:
+        return Adding(self._parameters(), {p: self._gradients.buffers[p] for p in touched})
 
     def _parameters(self) -> list[nn.Parameter]:
         return list(dict.fromkeys(p for stage in self._stages for p in parameters_of(stage.submod)))
@@ -255,97 +265,3 @@ def _name(bound: Bound) -> str:
     call = "step()" if bound.binding.trains else "eval()"
     rows, parts = bound.binding.feed.rows, counted(bound.plan.microbatches, "micro-batch")
     return f"{call} with {counted(rows, 'row')} in {parts}" if rows else f"{call} with {parts}"
-
-
-class CudaGraphs:
-    """Graphs of one GPU, which share a memory pool: results are copied before the next replay."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.pool: Any = None
-        self.alive: WeakSet[_CudaGraph] = WeakSet()
-
-    def __call__(self) -> _CudaGraph:
-        """A graph for a program."""
-        return _CudaGraph(self)
-
-
-class _CudaGraph:
-    """The graph of a program, with random numbers like those of an eager step."""
-
-    def __init__(self, graphs: CudaGraphs) -> None:
-        self._graphs = graphs
-        self._graph = torch.cuda.CUDAGraph()
-        index = graphs.device.index
-        index = torch.cuda.current_device() if index is None else index
-        self._default = torch.cuda.default_generators[index]
-        self._own = self._default.graphsafe_get_state()
-        # Not the default state: a failed capture would leave it unusable.
-        self._numbers = self._own.clone_state()
-
-    def capture(self, run: Callable[[], None]) -> None:
-        """Capture a run of the program; raises if that fails."""
-        graphs, error = self._graphs, None
-        if graphs.pool is None or not graphs.alive:  # a pool is freed with its last graph
-            graphs.pool = torch.cuda.graph_pool_handle()
-        self._graph.register_generator_state(self._numbers)
-        # The stream is set back here, also after an error at the end of a capture.
-        stream = torch.cuda.stream(torch.cuda.current_stream(graphs.device))
-        with torch.cuda.device(graphs.device), stream, self._drawing(), _isolated():
-            try:
-                with torch.cuda.graph(
-                    self._graph, pool=graphs.pool, capture_error_mode="thread_local"
-                ):
-                    try:
-                        run()
-                    except Exception as raised:
-                        error = raised  # the capture must be ended in any case
-            except Exception as raised:
-                error = error or raised
-                with suppress(RuntimeError):  # the allocator may still be in the capture
-                    _end_allocating(torch.cuda.current_device(), graphs.pool)
-            if error is not None:
-                graphs.pool = None
-                try:
-                    raise error
-                finally:
-                    del error  # its traceback refers to this frame, and to tensors of the step
-        graphs.alive.add(self)
-
-    def replay(self) -> None:
-        """Run the program again."""
-        self._numbers.set_state(self._own.get_state())
-        self._graph.replay()
-        self._own.set_state(self._numbers.get_state())
-
-    @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Inside, the default generator has the state of the graph."""
-        self._default.graphsafe_set_state(self._numbers)
-        try:
-            yield
-        finally:
-            self._default.graphsafe_set_state(self._own)
-
-
-@contextmanager
-def _isolated() -> Iterator[None]:
-    """A block that changes nothing outside of a graph; raises if it draws numbers on the CPU.
-
-    Autocast casts weights anew: cached casts would not be part of the graph. No garbage is
-    collected: an old graph among it would be freed, which ends a capture.
-    """
-    before, python, collects = torch.get_rng_state(), random.getstate(), gc.isenabled()
-    torch.clear_autocast_cache()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-        torch.clear_autocast_cache()
-        drawn = random.getstate() != python or not torch.equal(torch.get_rng_state(), before)
-        torch.set_rng_state(before)
-        random.setstate(python)
-    if drawn:
-        raise ScheduleError("random numbers are drawn on the CPU, which a replay would not do")
