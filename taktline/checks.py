@@ -103,20 +103,20 @@ _TAKES: dict[Any, str] = {
 
 def _converted(value: Any, kind: Any) -> Any:
     """The value as a kind; raises if it is none."""
-    number: Any = None if isinstance(value, bool) else value
-    if kind is int and isinstance(number, Integral):
-        return int(number)
-    if kind is float and isinstance(number, Real) and math.isfinite(number):
-        return float(number)
     if kind is Path:
         path = Path(value)
-        if b"\0" not in os.fsencode(path):
-            return path
-    if kind in (int, float, Path) or not isinstance(value, kind):
-        raise TypeError
+        if b"\0" in os.fsencode(path):
+            raise TypeError
+        return path
     if kind is str:
         str.encode(value)  # not if it has halves of surrogate pairs
-    return value
+        return value
+    takes: Any = {int: Integral, float: Real}.get(kind, kind)
+    if not isinstance(value, takes) or (takes is not kind and isinstance(value, bool)):
+        raise TypeError
+    if kind is float and not math.isfinite(value):
+        raise TypeError
+    return value if takes is kind else kind(value)
 
 
 def check_list(

@@ -71,8 +71,8 @@ class Replicas:
         ``what`` is the call that this rank is in; different calls are an error, too.
         """
         for noun, others in self.partners:
-            told = error is None or noun == "rank"
-            if not told and not text_of(error).startswith(("replica ", "tensor-parallel")):
+            is_named = text_of(error).startswith(("replica ", "tensor-parallel")) if error else True
+            if error is not None and noun != "rank" and not is_named:
                 error = retold(error, f"{noun} {others.rank}: {text_of(error)}")
             error = _agreed(error, what, noun, others)
         return error

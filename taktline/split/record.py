@@ -58,7 +58,7 @@ def record_twice(
     """
     device = device or device_of(call)
     device = torch.device("cpu") if device.type == "meta" else device
-    difference, alike, last, before = None, 0, None, _state_of(empty)
+    difference, alike, last, before = "", 0, None, _state_of(empty)
     for attempt in range(5):
         with _seeded(attempt) as has_drawn:
             made = _record(empty, call, device, types)
@@ -78,24 +78,26 @@ def record_twice(
     raise PartitionError(difference)
 
 
-def _change(empty: EmptyModel, before: dict[str, str], after: dict[str, str]) -> str | None:
-    """What has changed in the model; None if nothing has."""
+def _change(empty: EmptyModel, before: dict[str, str], after: dict[str, str]) -> str:
+    """What has changed in the model; empty if nothing has."""
     changed = [name for name in after if before.get(name) != after[name]]
-    return changed and (
+    if not changed:
+        return ""
+    return (
         f"the forward of {empty.kind.__name__} changes its attribute {changed[0]!r} in each "
         "call, which stages cannot follow; keep what changes in a buffer, and change it in "
         "place, or in a submodule that one stage runs"
     )
 
 
-def _difference(one: Record, other: Record) -> str | None:
-    """The first step in which two records differ; None if they are alike."""
-    line = None
+def _difference(one: Record, other: Record) -> str:
+    """The first step in which two records differ; empty if they are alike."""
+    line = ""
     for first, second in zip_longest(one.steps, other.steps):
         if not (first and second and _summary(first) == _summary(second)):
             line = (second or first).line
             break
-    if line is None and _comparable(one.result) != _comparable(other.result):
+    if not line and _comparable(one.result) != _comparable(other.result):
         line = "the output of the forward"
     return line and (
         f"{line} does something else in each call: it depends on a number that Python, numpy or a "

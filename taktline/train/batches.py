@@ -186,7 +186,7 @@ def _different(what: str, noun: str, _: Transport, rows: list[list[int]]) -> str
     )
 
 
-def _checked(batches: Any) -> Iterable[Any]:
+def _checked(batches: Any) -> Any:
     """The batches; raises unless they can be iterated over."""
     samples = isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)
     if samples or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):

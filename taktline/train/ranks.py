@@ -207,8 +207,9 @@ def find_ranks(
             for group in own_groups:
                 group.set_timeout(timeout or timeout_of(default_group()))
     found = _of_mesh(mesh, ranks, data_parallel, device, own_groups)
-    for transport in found.transports if timeout is not None else ():
-        transport.timeout = timeout
+    if timeout is not None:
+        for transport in found.transports:
+            transport.timeout = timeout
     return found
 
 

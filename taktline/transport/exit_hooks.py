@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from taktline.errors import LostRankError, StallError
@@ -60,7 +60,7 @@ _meetings = 0
 """How often this process has met the others that its launcher has started."""
 
 
-def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """A store for a process group of all processes, once all of them have come.
 
     Also returns the number of this process, and how many there are. It raises as soon as one of
@@ -89,7 +89,7 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return store, rank, size
 
 
-def _meeting(timeout: timedelta) -> tuple[dist.Store, int, int]:
+def _meeting(timeout: timedelta) -> tuple[Store, int, int]:
     """The launcher's store, for the next meeting: it may keep what earlier ones have written."""
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     return PrefixStore(f"{store_name()}/{_meetings}", store), rank, size

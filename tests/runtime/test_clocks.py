@@ -9,10 +9,10 @@ import pytest
 
 from taktline.runtime.trace import align
 from taktline.transport import local, transport_of
-from taktline.transport.base import Channel, Post
+from taktline.transport.base import Channel, Frame, Post, Transport
 
 
-class FarAway:
+class FarAway(Transport):
     """A transport between two clocks: what rank 1 shows is that much ahead."""
 
     rank, size = 0, 2
@@ -20,12 +20,10 @@ class FarAway:
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
 
-    def exchange(
-        self, numbers: Sequence[int], what: str = "", *, ragged: bool = False
-    ) -> list[list[int]]:
+    def _gather(self, mine: Frame) -> list[Frame]:
         time.sleep(0.001)
-        shown = self._ahead if len(numbers) > 1 else 0
-        return [list(numbers), [number + shown for number in numbers]]
+        shown = self._ahead if len(mine.numbers) > 1 else 0
+        return [mine, Frame(mine.what, [number + shown for number in mine.numbers])]
 
     def open(self, channels: Sequence[Channel]) -> None: ...
 

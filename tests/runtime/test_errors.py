@@ -345,7 +345,8 @@ HARD: dict[str, tuple[Exception, str]] = {
 
 
 def raising(rank: int, group: Any, what: str, forward: bool) -> None:
-    error, options = HARD[what][0], {}
+    error = HARD[what][0]
+    options: dict[str, Any] = {}
     if rank == 1 and not forward:
 
         def loss_weights(target: Tensor) -> float:

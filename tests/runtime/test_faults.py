@@ -106,14 +106,16 @@ def run_faults(rank: int, group: Any, schedule: str, ranks: int) -> list[tuple[s
             p.grad.clone() for m in modules.values() for p in m.parameters() if p.grad is not None
         ]
 
+    def _set(fault: Fault | None) -> None:
+        due[0] = fault
+        for stage in stages:
+            stage.fault = modules[stage.stage_index].fault = fault
+
     def fail(fault: Fault) -> tuple[str, str, str]:
-        for each in (fault, None):
-            due[0] = each
-            for stage in stages:
-                stage.fault = modules[stage.stage_index].fault = each
-            if each is not None:
-                with pytest.raises(tl.StageError) as caught:
-                    step()
+        _set(fault)
+        with pytest.raises(tl.StageError) as caught:
+            step()
+        _set(None)
         assert caught.value.__cause__ is not None
         return str(fault), str(caught.value), caught.value.action
 

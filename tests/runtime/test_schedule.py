@@ -20,6 +20,7 @@ import taktline as tl
 from taktline.errors import BatchError, InvalidPlanError, ScheduleError
 from taktline.plan import Kind, write
 from taktline.runtime.schedule import ScheduleOptions
+from taktline.transport.local import LocalTransport
 from tests import warm
 from tests.runtime.cases import SCHEDULES
 
@@ -375,13 +376,18 @@ def test_one_message_for_each_boundary_and_micro_batch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_rank: dict[int, list[str]] = {0: [], 1: []}
-    post = tl.local.LocalTransport._post
+    poster = LocalTransport._poster
 
-    def counted(self: Any, channel: Any, verb: str, *rest: Any) -> Any:
-        if verb == "send":
-            by_rank[self.rank].append(str(channel))
-        return post(self, channel, verb, *rest)
+    def counting(self: Any, channel: Any, rank: int, verb: str, blocks: bool) -> Any:
+        post = poster(self, channel, rank, verb, blocks)
 
-    monkeypatch.setattr(tl.local.LocalTransport, "_post", counted)
+        def counted(*message: Any) -> Any:
+            if verb == "send":
+                by_rank[rank].append(str(channel))
+            return post(*message)
+
+        return counted
+
+    monkeypatch.setattr(LocalTransport, "_poster", counting)
     results = tl.local.run(lambda rank: count_messages(rank, name, by_rank[rank]), 2)
     assert all(sent == planned > 0 for sent, planned in results), results

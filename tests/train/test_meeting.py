@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from tests.documents import ROOT
 
@@ -28,7 +28,7 @@ tl.Pipeline([torch.nn.Linear(2, 2)] * 2, microbatches=2, timeout=20)
     ],
 )
 def test_a_process_without_a_pipeline_is_named(other: str, told: str) -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=60))
+    store = TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=60))
     places = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     places |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT)}
     code = PIPELINE if "LostRank" in told else PIPELINE.replace("=20", "=2")
