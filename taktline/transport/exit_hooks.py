@@ -47,7 +47,7 @@ def leave_word() -> None:
             place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             socket.create_connection(place, _CALL_SECONDS).close()
             store, rank, _ = _meeting(timedelta(seconds=_CALL_SECONDS))
-            store.set("gone", str(rank))
+            store.compare_set(_OUTCOME, "", f"ended {rank}")
             return
         store = group.get_group_store()
         if (there := next(hosts_of(store), None)) is not None:
@@ -56,6 +56,8 @@ def leave_word() -> None:
         PrefixStore(store_name(), store).set(str(group.rank()), json.dumps(NOWHERE))
 
 
+_OUTCOME = "outcome"
+"""Of a meeting: whether all have met, which one has ended before, or which ones came too late."""
 _meetings = 0
 """How often this process has met the others that its launcher has started."""
 
@@ -63,8 +65,8 @@ _meetings = 0
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """A store for a process group of all processes, once all of them have come.
 
-    Also returns the number of this process, and how many there are. It raises as soon as one of
-    them has ended instead of coming.
+    Also returns the number of this process, and how many there are. It raises in all of them as
+    soon as one has ended instead of coming, or has waited for longer than the timeout.
     """
     global _meetings
     store, rank, size = _meeting(timeout)
@@ -72,20 +74,18 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
     store.set_timeout(timeout)
     store.set(f"come/{rank}", "")
     if store.add("come", 1) == size:
-        store.set("gone", "")
-    try:
-        gone = store.get("gone").decode()
-    except dist.DistStoreError:
-        missing = [str(each) for each in range(size) if not store.check([f"come/{each}"])]
-        raise StallError(
-            f"rank {' and '.join(missing)} of {size} made no pipeline within {timeout}; look at "
-            "its output, and make the pipeline on every rank"
-        ) from None
-    if gone:
-        raise LostRankError(
-            f"rank {gone} has ended before it made a pipeline; look at its output, and make the "
-            "pipeline on every rank"
-        )
+        store.compare_set(_OUTCOME, "", "met")
+    with suppress(dist.DistStoreError):
+        store.wait([_OUTCOME])
+    missing = [str(each) for each in range(size) if not store.check([f"come/{each}"])]
+    # All have the outcome that the first of them has found: one may come when others have given up.
+    found = store.compare_set(_OUTCOME, "", f"late {' and '.join(missing)}").decode()
+    outcome, _, ranks = found.partition(" ")
+    advice = "look at its output, and make the pipeline on every rank"
+    if outcome == "late":
+        raise StallError(f"rank {ranks} of {size} made no pipeline within {timeout}; {advice}")
+    if outcome == "ended":
+        raise LostRankError(f"rank {ranks} has ended before it made a pipeline; {advice}")
     return store, rank, size
 
 
