@@ -280,7 +280,7 @@ def joined(tables: Iterable[Mapping[str, str]], order: Iterable[str] = ()) -> di
     >>> joined([{"head": "embed"}, {"embed": "head", "out": "head"}])
     {'head': 'embed', 'out': 'embed'}
     >>> joined([{"head": "embed"}, {"out": "head"}], ["out", "embed"])
-    {'head': 'out', 'embed': 'out'}
+    {'embed': 'out', 'head': 'out'}
     """
     groups: dict[str, set[str]] = {}
     for name, known in (pair for table in tables for pair in table.items()):
@@ -292,4 +292,4 @@ def joined(tables: Iterable[Mapping[str, str]], order: Iterable[str] = ()) -> di
         return places.get(name, len(places)), name
 
     first = {name: min(group, key=place) for name, group in groups.items()}
-    return {name: one for name, one in first.items() if name != one}
+    return {name: first[name] for name in sorted(first) if name != first[name]}

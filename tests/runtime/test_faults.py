@@ -116,7 +116,7 @@ def run_faults(rank: int, group: Any, schedule: str, ranks: int) -> list[tuple[s
         with pytest.raises(tl.StageError) as caught:
             step()
         _set(None)
-        assert caught.value.__cause__ is not None
+        assert (caught.value.__cause__ is not None) == (caught.value.rank == rank)
         return str(fault), str(caught.value), caught.value.action
 
     fail(next(faults(plan)))  # in a first step
