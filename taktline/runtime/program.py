@@ -197,6 +197,11 @@ def stage_error(
 ) -> StageError:
     """An error with the rank, stage and action where it was raised."""
     reason = f"{type(error).__name__}: {text_of(error)}"
+    if "modified by an inplace operation" in reason:
+        reason += (
+            "\nSeveral micro-batches are under way at once: a forward must not change in place what "
+            "the backward of another one needs; change weights after step()"
+        )
     located = StageError(
         rank=rank, stage=stage, microbatch=microbatch, action=action, reason=reason
     )

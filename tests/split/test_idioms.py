@@ -648,6 +648,18 @@ def test_a_weight_that_its_unit_clamps() -> None:
     require_same(lambda: Net(lambda self, x: self.head(self.run(self.embed(x))), Clamps), X)
 
 
+def test_micro_batches_under_way_need_their_weights() -> None:
+    pipe = tl.Pipeline(
+        [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Clamps())],
+        ranks=2,
+        microbatches=2,
+        loss_fn=squares,
+        schedule="gpipe",
+    )
+    with pytest.raises(tl.StageError, match=r"under way at once: .* change weights after step"):
+        pipe.step(torch.cat([X, X]), target=torch.cat([X, X]))
+
+
 def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().sum()
 
