@@ -27,7 +27,7 @@ from torch import nn
 
 from taktline.checkpoint import files
 from taktline.checkpoint.files import TensorFile, open_file
-from taktline.checkpoint.model_state import HeldModel, foremost, writers
+from taktline.checkpoint.model_state import ModelState, foremost, writers
 from taktline.checks import check, read
 from taktline.errors import CheckpointError, text_of
 from taktline.runtime.watchdog import guarded
@@ -65,7 +65,7 @@ def _for_files(
     return _plain(revert_weight_conversion(model, dict(tensors)))
 
 
-def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None:
+def save_pretrained(model: ModelState, folder: Any, max_shard_bytes: int) -> None:
     """Write files that ``from_pretrained`` reads; every process writes its own tensors."""
     path = check("folder", folder, Path)
     check("max_shard_bytes", max_shard_bytes, int, least=1)
@@ -83,7 +83,7 @@ def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None
 class _Writing:
     """A model that is written in files, as this process sees it."""
 
-    def __init__(self, model: HeldModel, path: Path) -> None:
+    def __init__(self, model: ModelState, path: Path) -> None:
         self._model, self._path = model, path
         self._files: list[dict[str, torch.Tensor]] = []
         """The tensors of each file of this process."""
@@ -91,7 +91,7 @@ class _Writing:
     def begin(self) -> list[tuple[str, int]]:
         """The names of all tensors here, and their priorities."""
         self._path.mkdir(parents=True, exist_ok=True)
-        self._held = foremost(self._model.held)
+        self._held = foremost(self._model.saved())
         for name, value, _ in self._held.values():
             files.require_writable(local(value), name)
         return [(name, each.priority) for name, each in self._held.items()]
@@ -107,7 +107,7 @@ class _Writing:
             whole = value.full_tensor() if is_sharded(value) else value
             if writer[name] == self._model.processes.place:
                 own[name] = whole.cpu()
-        convert: Convert | None = self._model.state.conversions
+        convert: Convert | None = self._model.conversions
         room = 0
         for name, tensor in (own if convert is None else convert(own)).items():
             if not self._files or room < tensor.nbytes:
