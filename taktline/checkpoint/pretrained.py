@@ -14,6 +14,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
+import re
 import sys
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +38,7 @@ from taktline.text import first_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _WEIGHT_MAP = {"metadata": object, "weight_map": {str: str}}
 Convert: TypeAlias = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 _log = logging.getLogger("taktline")
@@ -133,7 +136,9 @@ class _Writing:
         if self._model.processes.place:
             return
         names = {name: place for process in written for name, place in process.items()}
-        if len({file for file, _ in names.values()}) > 1:
+        new = {file for file, _ in names.values()}
+        if len(new) > 1:
+            new.add(INDEX)
             content = {
                 "metadata": {"total_size": sum(size for _, size in names.values())},
                 "weight_map": {name: file for name, (file, _) in names.items()},
@@ -145,6 +150,9 @@ class _Writing:
                 for config in filter(None, configs):
                     config.save_pretrained(self._path)
                 break
+        for name in filter(_WRITTEN.fullmatch, os.listdir(self._path)):
+            if name not in new:  # of an earlier save: it might be read instead
+                (self._path / name).unlink()
         files.sync(self._path)
 
 
