@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from taktline.checkpoint.loading import Loaded
 from taktline.checkpoint.loading import load as _load
-from taktline.checkpoint.model_state import HeldModel
+from taktline.checkpoint.model_state import ModelState
 from taktline.checkpoint.saving import Training, latest
 from taktline.checkpoint.saving import save as _save
 from taktline.checks import check, known_keywords
@@ -52,7 +52,7 @@ def save(
     >>> save(tempfile.mkdtemp(), tl.ScheduleGPipe(stages[0], 1)).name
     '000001-step-0'
     """
-    model = HeldModel.of_schedule(check("schedule", schedule, Schedule))
+    model = ModelState.of_schedule(check("schedule", schedule, Schedule))
     training = Training(optimizer, scheduler, scaler, data, extra)
     return _save(model, folder, training, keep=keep, async_save=async_save)
 
@@ -75,7 +75,7 @@ def load(
     >>> load(save(tempfile.mkdtemp(), schedule, extra={"epoch": 3}), schedule).extra
     {'epoch': 3}
     """
-    model = HeldModel.of_schedule(check("schedule", schedule, Schedule))
+    model = ModelState.of_schedule(check("schedule", schedule, Schedule))
     return _load(model, folder, Training(optimizer, scheduler, scaler, data))
 
 
@@ -103,4 +103,4 @@ def load_into(
     """
     check("model", model, nn.Module, "an nn.Module")
     training = Training(optimizer, scheduler, scaler, data)
-    return _load(HeldModel.of_model(model), folder, training)
+    return _load(ModelState.of_model(model), folder, training)

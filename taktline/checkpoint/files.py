@@ -39,7 +39,6 @@ import torch
 from taktline.checkpoint.model_state import joined
 from taktline.checks import conform, read, shown
 from taktline.errors import CheckpointError
-from taktline.meta import DTYPES
 from taktline.sharding import is_sharded, local
 from taktline.transport.codec import NotPlainError, pack, unpack
 
@@ -86,6 +85,9 @@ _KINDS = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _KINDS.items()}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _NAMES}
+"""By the names in a manifest."""
+NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _log = logging.getLogger("taktline")
 
 
@@ -390,7 +392,7 @@ def _entry(entry: dict[str, Any]) -> Entry:
         (piece["file"], Region(tuple(piece["start"]), tuple(piece["size"])))
         for piece in entry["pieces"]
     ]
-    return Entry(DTYPES[entry["dtype"]], tuple(entry["shape"]), pieces)
+    return Entry(_DTYPES[entry["dtype"]], tuple(entry["shape"]), pieces)
 
 
 def _content(path: Path) -> Any:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from taktline.checkpoint.files import Checkpoint, Entry
-from taktline.checkpoint.model_state import HeldModel, joined
+from taktline.checkpoint.model_state import ModelState, joined
 from taktline.checkpoint.saving import (
     RandomNumbers,
     Training,
@@ -60,7 +60,7 @@ class Loaded:
     """The value that was saved as ``extra``."""
 
 
-def load(model: HeldModel, folder: Any, training: Training) -> Loaded:
+def load(model: ModelState, folder: Any, training: Training) -> Loaded:
     """Load everything that was passed; all processes call it."""
     folder, processes = check("folder", folder, Path), model.processes
     with guarded(processes.transports[0], "load()") as call:
@@ -98,7 +98,7 @@ class _Loading:
     _targets: list[tuple[str, torch.Tensor]]
     """The tensors to fill, with their names in the checkpoint."""
 
-    def __init__(self, model: HeldModel, training: Training) -> None:
+    def __init__(self, model: ModelState, training: Training) -> None:
         self._model, self._training = model, training
         self._undo: list[Callable[[], None]] = []
 
@@ -108,7 +108,7 @@ class _Loading:
         self._same = checkpoint.values.get("layout") == self._model.processes.sizes
         stored = self._stored_names()
         self._targets = self._of_model(stored)
-        names = {key: stored[name] for key, name in self._model.parameter_names().items()}
+        names = {id(each.tensor): stored[each.name] for each in self._model.saved()}
         self._optimizers = [
             _OptimizerState(optimizer, index, checkpoint, names)
             for index, optimizer in enumerate(self._training.optimizers)
@@ -152,8 +152,8 @@ class _Loading:
 
     def _stored_names(self) -> dict[str, str]:
         """The name in the checkpoint for each tensor of the model; raises if one is missing."""
-        model, path = self._model, self._checkpoint.path
-        alike = joined([self._checkpoint.aliases, model.aliases])
+        model, path, aliases = self._model, self._checkpoint.path, self._model.first_names()
+        alike = joined([self._checkpoint.aliases, aliases])
         saved: dict[str, str] = {}
         for name in self._checkpoint.tensors:
             if name.startswith("model/"):
@@ -163,10 +163,10 @@ class _Loading:
                     raise CheckpointError(
                         f"{other} and {name} are one weight in the model, and two in {path}"
                     )
-        held = {each.name: alike.get(each.name, each.name) for each in model.held}
+        held = {each.name: alike.get(each.name, each.name) for each in model.saved()}
         if missing := [name for name, first in held.items() if first not in saved]:
             raise CheckpointError(f"{path} is of another model: it lacks {first_of(missing)}")
-        names = {alike.get(name, name) for name in (*model.state.names, *model.aliases, *held)}
+        names = {alike.get(name, name) for name in (*model.names, *aliases, *held)}
         if foreign := [name for first, name in saved.items() if first not in names]:
             raise CheckpointError(
                 f"{path} is of another model: this one does not have {first_of(foreign)}"
@@ -176,9 +176,9 @@ class _Loading:
     def _of_model(self, stored: Mapping[str, str]) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the model that are filled, by their names in the checkpoint."""
         tensors = self._checkpoint.tensors
-        targets = [(f"model/{stored[held.name]}", held.tensor) for held in self._model.held]
+        targets = [(f"model/{stored[held.name]}", held.tensor) for held in self._model.saved()]
         # A tensor that no stage has may be missing in a checkpoint of another layout.
-        rest = ((f"model/{name}", value) for name, value in self._model.state.rest.items())
+        rest = ((f"model/{name}", value) for name, value in self._model.rest.items())
         targets += [(name, value) for name, value in rest if name in tensors]
         for name, tensor in targets:
             entry = tensors[name]

@@ -24,110 +24,10 @@ class Held(NamedTuple):
     """A parameter or a persistent buffer of this process."""
 
     name: str
-    """In the model; of a tied weight, the one that stands for all."""
+    """In the model."""
     tensor: torch.Tensor
     priority: int = 0
     """Of several tensors with one name, that with the highest is saved. All are loaded."""
-
-
-Use = tuple[int, str, int]
-"""A tensor in a stage: the stage, its name there, and the first stage that has it, too."""
-
-
-def uses_in(modules: Mapping[int, nn.Module], *, alone: bool = False) -> list[Use]:
-    """All parameters and persistent buffers of stages; ``alone`` if no others are elsewhere.
-
-    Of stages in several processes, a parameter is the same one if it is tied, and a buffer always.
-    """
-    ties = {tie for module in modules.values() for tie in declared(module)}
-    tied = {use: tie.uses[0][0] for tie in ties for use in tie.uses}
-    first, uses = dict[int, int](), list[Use]()
-    for stage, module in modules.items():
-        for name, value in state_of(module).items():
-            own = first.setdefault(id(value), stage) if alone else stage
-            if isinstance(value, nn.Parameter):
-                own = tied.get((stage, name), own)
-            elif not alone:
-                own = -1
-            uses.append((stage, name, own))
-    return uses
-
-
-@dataclass(slots=True)
-class ModelState:
-    """The stages of this process, and the model's own names for the tensors of all stages."""
-
-    modules: dict[int, nn.Module]
-    """By stage."""
-    names: list[str] = field(default_factory=list)
-    """The names in the model's state, in its order."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Further names in the model for tensors that a stage knows by another name."""
-    rest: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors in the model's state that no stage has."""
-    prefixes: bool = False
-    """Whether a name begins with the number of its stage."""
-    conversions: Any = None
-    """How files have the tensors of a model of transformers, see ``pretrained.py``."""
-
-    @classmethod
-    def of_model(cls, model: nn.Module, modules: dict[int, nn.Module]) -> Self:
-        """The state of a model that was cut into these stages."""
-        state = state_of(model)
-        # In the order of the model's own state_dict(), which may leave out or add something.
-        names = [name for name in model.state_dict() if name in state] or list(state)
-        found = cls(modules, names)
-        held = {name for module in modules.values() for name in state_of(module)}
-        known = {id(state[name]): name for name in state if name in held}
-        for name in names:
-            if name not in held and id(state[name]) in known:
-                found.aliases[name] = known[id(state[name])]
-            elif name not in held and not state[name].is_meta:
-                found.rest[name] = state[name].detach()
-        return found
-
-    @classmethod
-    def of_stages(cls, modules: dict[int, nn.Module], uses: Iterable[Use] | None = None) -> Self:
-        """The state of stages that were cut by hand; ``uses`` are those of all processes.
-
-        Names begin with the number of the stage if two stages have different tensors under one
-        name.
-        """
-        uses = uses_in(modules, alone=True) if uses is None else uses
-        uses = sorted(uses, key=lambda use: use[0])
-        different = {(name, first) for _, name, first in uses}
-        found = cls(modules, prefixes=len(different) > len({name for name, _ in different}))
-        found.names = list(dict.fromkeys(found.name(stage, name) for stage, name, _ in uses))
-        return found
-
-    def name(self, stage: int, name: str) -> str:
-        """The model's name for a tensor or a module of a stage."""
-        return f"{stage}.{name}" if self.prefixes else name
-
-    def held(self) -> list[Held]:
-        """The parameters and persistent buffers of all stages here, by their names in the model.
-
-        The first stage stands for a tied weight, and the last one for a buffer, since each forward
-        may change it.
-        """
-        return [
-            Held(
-                self.name(stage, name), value, -stage if isinstance(value, nn.Parameter) else stage
-            )
-            for stage, module in self.modules.items()
-            for name, value in state_of(module).items()
-        ]
-
-    def first_names(self) -> dict[str, str]:
-        """For each further name of a weight, the one that the model lists first."""
-        first: dict[int, str] = {}
-        same = {name: first.setdefault(id(value), name) for name, value, _ in self.held()}
-        tied = [
-            {self.name(*use): self.name(*tie.uses[0]) for use in tie.uses[1:]}
-            for module in self.modules.values()
-            for tie in declared(module)
-        ]
-        return joined([same, self.aliases, *tied], self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,25 +90,81 @@ class Processes:
         return [each for _, each in rows]
 
 
-class HeldModel:
-    """The tensors of a model that this process saves and loads, with those of other processes."""
+Use = tuple[int, str, int]
+"""A tensor in a stage: the stage, its name there, and the first stage that has it, too."""
 
-    def __init__(
-        self,
-        state: ModelState,
-        processes: Processes | None = None,
-        schedule: Schedule | None = None,
-    ) -> None:
-        self.state, self.schedule = state, schedule
-        self.processes = processes or Processes()
-        self.aliases = first = state.first_names()
-        """Further names in the model of tensors, here or in another process."""
-        self.held = [each._replace(name=first.get(each.name, each.name)) for each in state.held()]
+
+def uses_in(modules: Mapping[int, nn.Module], *, alone: bool = False) -> list[Use]:
+    """All parameters and persistent buffers of stages; ``alone`` if no others are elsewhere.
+
+    Of stages in several processes, a parameter is the same one if it is tied, and a buffer always.
+    """
+    ties = {tie for module in modules.values() for tie in declared(module)}
+    tied = {use: tie.uses[0][0] for tie in ties for use in tie.uses}
+    first, uses = dict[int, int](), list[Use]()
+    for stage, module in modules.items():
+        for name, value in state_of(module).items():
+            own = first.setdefault(id(value), stage) if alone else stage
+            if isinstance(value, nn.Parameter):
+                own = tied.get((stage, name), own)
+            elif not alone:
+                own = -1
+            uses.append((stage, name, own))
+    return uses
+
+
+@dataclass(slots=True)
+class ModelState:
+    """The stages of this process, and the model's own names for the tensors of all stages."""
+
+    modules: dict[int, nn.Module]
+    """By stage."""
+    names: list[str] = field(default_factory=list)
+    """The names in the model's state, in its order."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names in the model for tensors that a stage knows by another name."""
+    rest: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors in the model's state that no stage has."""
+    prefixes: bool = False
+    """Whether a name begins with the number of its stage."""
+    conversions: Any = None
+    """How files have the tensors of a model of transformers, see ``pretrained.py``."""
+    processes: Processes = field(default_factory=Processes)
+    """Those that have the whole model."""
+    schedule: Schedule | None = None
+    """Runs the stages, if there is one."""
 
     @classmethod
-    def of_model(cls, model: nn.Module) -> Self:
-        """All of a model, without a pipeline."""
-        return cls(ModelState({0: model}, list(state_of(model))))
+    def of_model(cls, model: nn.Module, modules: dict[int, nn.Module] | None = None) -> Self:
+        """The state of a model that was cut into these stages, or of one that is whole."""
+        state = state_of(model)
+        if modules is None:
+            return cls({0: model}, list(state))
+        # In the order of the model's own state_dict(), which may leave out or add something.
+        names = [name for name in model.state_dict() if name in state] or list(state)
+        found = cls(modules, names)
+        held = {name for module in modules.values() for name in state_of(module)}
+        known = {id(state[name]): name for name in state if name in held}
+        for name in names:
+            if name not in held and id(state[name]) in known:
+                found.aliases[name] = known[id(state[name])]
+            elif name not in held and not state[name].is_meta:
+                found.rest[name] = state[name].detach()
+        return found
+
+    @classmethod
+    def of_stages(cls, modules: dict[int, nn.Module], uses: Iterable[Use] | None = None) -> Self:
+        """The state of stages that were cut by hand; ``uses`` are those of all processes.
+
+        Names begin with the number of the stage if two stages have different tensors under one
+        name.
+        """
+        uses = uses_in(modules, alone=True) if uses is None else uses
+        uses = sorted(uses, key=lambda use: use[0])
+        different = {(name, first) for _, name, first in uses}
+        found = cls(modules, prefixes=len(different) > len({name for name, _ in different}))
+        found.names = list(dict.fromkeys(found.name(stage, name) for stage, name, _ in uses))
+        return found
 
     @classmethod
     def of_schedule(cls, schedule: Schedule) -> Self:
@@ -221,8 +177,9 @@ class HeldModel:
         modules = {stage.stage_index: stage.submod for stage in schedule._stages}
         what = "the names of a checkpoint"
         listed = processes.everywhere(lambda: uses_in(modules), what, what)
-        uses = [tuple(use) for process in listed for use in process]
-        return cls(ModelState.of_stages(modules, uses), processes, schedule)
+        found = cls.of_stages(modules, [tuple(use) for process in listed for use in process])
+        found.processes, found.schedule = processes, schedule
+        return found
 
     def arrive(self, call: str) -> None:
         """Raise unless all ranks of all replicas are in the same call; then put shards back.
@@ -238,11 +195,41 @@ class HeldModel:
 
     def inner_modules(self) -> Iterator[nn.Module]:
         """All modules of the stages here."""
-        return (inner for module in self.state.modules.values() for inner in module.modules())
+        return (inner for module in self.modules.values() for inner in module.modules())
 
-    def parameter_names(self) -> dict[int, str]:
-        """The model's name for each parameter, by its id."""
-        return {id(held.tensor): held.name for held in self.held}
+    def name(self, stage: int, name: str) -> str:
+        """The model's name for a tensor or a module of a stage."""
+        return f"{stage}.{name}" if self.prefixes else name
+
+    def held(self) -> list[Held]:
+        """The parameters and persistent buffers of all stages here, by their names in the model.
+
+        The first stage stands for a tied weight, and the last one for a buffer, since each forward
+        may change it.
+        """
+        return [
+            Held(
+                self.name(stage, name), value, -stage if isinstance(value, nn.Parameter) else stage
+            )
+            for stage, module in self.modules.items()
+            for name, value in state_of(module).items()
+        ]
+
+    def saved(self) -> list[Held]:
+        """The same, with one name for all uses of a tied weight."""
+        first = self.first_names()
+        return [each._replace(name=first.get(each.name, each.name)) for each in self.held()]
+
+    def first_names(self) -> dict[str, str]:
+        """For each further name of a weight, the one that the model lists first."""
+        first: dict[int, str] = {}
+        same = {name: first.setdefault(id(value), name) for name, value, _ in self.held()}
+        tied = [
+            {self.name(*use): self.name(*tie.uses[0]) for use in tie.uses[1:]}
+            for module in self.modules.values()
+            for tie in declared(module)
+        ]
+        return joined([same, self.aliases, *tied], self.names)
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:

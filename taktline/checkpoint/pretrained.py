@@ -14,6 +14,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
+import re
 import sys
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +29,7 @@ from torch import nn
 
 from taktline.checkpoint import files
 from taktline.checkpoint.files import TensorFile, open_file
-from taktline.checkpoint.model_state import HeldModel, foremost, writers
+from taktline.checkpoint.model_state import ModelState, foremost, writers
 from taktline.checks import check, read
 from taktline.errors import CheckpointError, text_of
 from taktline.runtime.watchdog import guarded
@@ -36,6 +38,7 @@ from taktline.text import first_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _WEIGHT_MAP = {"metadata": object, "weight_map": {str: str}}
 Convert: TypeAlias = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 _log = logging.getLogger("taktline")
@@ -65,7 +68,7 @@ def _for_files(
     return _plain(revert_weight_conversion(model, dict(tensors)))
 
 
-def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None:
+def save_pretrained(model: ModelState, folder: Any, max_shard_bytes: int) -> None:
     """Write files that ``from_pretrained`` reads; every process writes its own tensors."""
     path = check("folder", folder, Path)
     check("max_shard_bytes", max_shard_bytes, int, least=1)
@@ -83,7 +86,7 @@ def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None
 class _Writing:
     """A model that is written in files, as this process sees it."""
 
-    def __init__(self, model: HeldModel, path: Path) -> None:
+    def __init__(self, model: ModelState, path: Path) -> None:
         self._model, self._path = model, path
         self._files: list[dict[str, torch.Tensor]] = []
         """The tensors of each file of this process."""
@@ -91,7 +94,7 @@ class _Writing:
     def begin(self) -> list[tuple[str, int]]:
         """The names of all tensors here, and their priorities."""
         self._path.mkdir(parents=True, exist_ok=True)
-        self._held = foremost(self._model.held)
+        self._held = foremost(self._model.saved())
         for name, value, _ in self._held.values():
             files.require_writable(local(value), name)
         return [(name, each.priority) for name, each in self._held.items()]
@@ -107,7 +110,7 @@ class _Writing:
             whole = value.full_tensor() if is_sharded(value) else value
             if writer[name] == self._model.processes.place:
                 own[name] = whole.cpu()
-        convert: Convert | None = self._model.state.conversions
+        convert: Convert | None = self._model.conversions
         room = 0
         for name, tensor in (own if convert is None else convert(own)).items():
             if not self._files or room < tensor.nbytes:
@@ -133,7 +136,9 @@ class _Writing:
         if self._model.processes.place:
             return
         names = {name: place for process in written for name, place in process.items()}
-        if len({file for file, _ in names.values()}) > 1:
+        new = {file for file, _ in names.values()}
+        if len(new) > 1:
+            new.add(INDEX)
             content = {
                 "metadata": {"total_size": sum(size for _, size in names.values())},
                 "weight_map": {name: file for name, (file, _) in names.items()},
@@ -145,6 +150,9 @@ class _Writing:
                 for config in filter(None, configs):
                     config.save_pretrained(self._path)
                 break
+        for name in filter(_WRITTEN.fullmatch, os.listdir(self._path)):
+            if name not in new:  # of an earlier save: it might be read instead
+                (self._path / name).unlink()
         files.sync(self._path)
 
 

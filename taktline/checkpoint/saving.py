@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 
 from taktline.checkpoint.files import (
     MANIFEST,
+    NAMES,
     Checkpoint,
     lock,
     merged,
@@ -51,10 +52,9 @@ from taktline.checkpoint.files import (
     write,
     write_text,
 )
-from taktline.checkpoint.model_state import Held, HeldModel, foremost, writers
+from taktline.checkpoint.model_state import Held, ModelState, foremost, writers
 from taktline.checks import check
 from taktline.errors import CheckpointError, text_of
-from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded
 from taktline.transport.distributed import Distributed
@@ -87,9 +87,10 @@ def _listed(value: Any) -> list[Any]:
 class RandomNumbers:
     """The generators of a process: torch's, Python's, NumPy's, and those of ranks that share it."""
 
-    def __init__(self, model: HeldModel) -> None:
+    def __init__(self, model: ModelState) -> None:
         runner = None if model.schedule is None else model.schedule._runner
-        first = model.held[0].tensor.device if model.held else torch.device("cpu")
+        held = model.held()
+        first = held[0].tensor.device if held else torch.device("cpu")
         self._device = first if runner is None else runner.device
         self._ranks = None if runner is None else runner._random
 
@@ -229,7 +230,7 @@ class Saving:
     final = unfinished = Path()
     """The folder of the save, once it is complete; and until then."""
 
-    def __init__(self, model: HeldModel, home: Path, step: int, keep: int | None) -> None:
+    def __init__(self, model: ModelState, home: Path, step: int, keep: int | None) -> None:
         """``home`` is the folder of saves."""
         self.processes, self.home, self._step, self._keep = model.processes, home, step, keep
         self._file = f"rank-{self.processes.place:05d}.safetensors"
@@ -240,7 +241,7 @@ class Saving:
         self._lock: TextIO | None = None
         """On the first process, until the save is complete or has failed."""
 
-    def begin(self, model: HeldModel, training: Training) -> tuple[list[tuple[str, int]], str]:
+    def begin(self, model: ModelState, training: Training) -> tuple[list[tuple[str, int]], str]:
         """List the tensors and values of this process; the first one begins the folder.
 
         Returns of each tensor what it is a shard of, and where; and its priority among processes.
@@ -253,20 +254,21 @@ class Saving:
                 "does not hold them, so a resumed run would lack their update; save after "
                 "optimizer.step(), or call zero_grad() before"
             )
-        names, states, own = model.parameter_names(), dict[str, Any](), dict[str, Any]()
+        names = {id(each.tensor): each.name for each in model.saved()}
+        states, own = dict[str, Any](), dict[str, Any]()
         values = _values(model, training).items()
         self._part = {
             "files": {},
             "tensors": {},
-            "aliases": model.aliases,
+            "aliases": model.first_names(),
             "optimizers": [
                 describe(optimizer, names, f"optimizer/{index}", states)
                 for index, optimizer in enumerate(training.optimizers)
             ],
             "values": {name: packed(value, name, own) for name, value in values},
         }
-        rest = [Held(*each) for each in model.state.rest.items()] if first else []
-        held = foremost((*rest, *model.held)).values()
+        rest = [Held(*each) for each in model.rest.items()] if first else []
+        held = foremost((*rest, *model.saved())).values()
         tensors = [(f"model/{name}", value, priority) for name, value, priority in held]
         tensors += [(name, value, 0) for name, value in states.items()]
         tensors += [(f"values/{name}", value, 0) for name, value in own.items()]
@@ -282,7 +284,7 @@ class Saving:
         if not tensor.numel() and 0 not in whole.shape:
             return None
         piece = {"file": self._file, "start": region.start, "size": region.size}
-        entry = {"dtype": name_of(tensor.dtype), "shape": list(whole.shape), "pieces": [piece]}
+        entry = {"dtype": NAMES[tensor.dtype], "shape": list(whole.shape), "pieces": [piece]}
         self._tensors[name], self._part["tensors"][name] = tensor, entry
         return f"{name} {region.start}", priority
 
@@ -402,7 +404,7 @@ def _remove_old(folder: Path, keep: int) -> None:
             shutil.rmtree(save, ignore_errors=True)
 
 
-def _values(model: HeldModel, training: Training) -> dict[str, Any]:
+def _values(model: ModelState, training: Training) -> dict[str, Any]:
     """All but the tensors of the model and optimizers; most values are each process's own."""
     place, noted = model.processes.place, training.noted
     values = {f"random/{place}": noted.get("random") or RandomNumbers(model).state_dict()}
@@ -418,7 +420,7 @@ def _values(model: HeldModel, training: Training) -> dict[str, Any]:
 
 
 def save(
-    model: HeldModel,
+    model: ModelState,
     folder: Any,
     training: Training,
     *,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -30,7 +29,7 @@ from taktline.runtime.microbatch import Batch, Cutter, Replicate, TensorChunkSpe
 from taktline.sharding import is_sharded
 from taktline.split.arguments import arguments_of
 from taktline.train.ranks import Ranks
-from taktline.transport import Transport, transport_of
+from taktline.transport import transport_of
 from taktline.transport.base import bytes_of
 from taktline.transport.codec import decode, encode
 from taktline.transport.exchange import exchange_or_raise, share_texts
@@ -151,7 +150,7 @@ class SharedLoader:
 
         The list has one value, or none at the end.
         """
-        ranks, cause, error = self._ranks, None, None
+        ranks, cause = self._ranks, None
         found: list[Any] | str = []
         if self._reads:
             try:
@@ -164,26 +163,22 @@ class SharedLoader:
                 found = broadcast(found, group, ranks.device, 0, _CALL)
             except SignatureError as refused:
                 found = str(refused)
-        if isinstance(found, str):
-            replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
-            error, found = DataError(f"rank 0{replica}, {what}: {found}"), []
-        if ranks.replicas > 1:
-            count, why = len(found), partial(_different, what)
-            error = ranks.agreed(error, _CALL, lambda _: [count], why, DataError)
-        if error is not None:
-            raise error from cause
-        return found
 
+        def count() -> int:
+            if isinstance(found, str):
+                replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
+                raise DataError(f"rank 0{replica}, {what}: {found}") from cause
+            return len(found)
 
-def _different(what: str, noun: str, _: Transport, rows: list[list[int]]) -> str | None:
-    """Why replicas cannot go on together; they have so many batches, 0 or 1."""
-    if all(row == rows[0] for row in rows):
-        return None
-    return (
-        f"the replicas have different numbers of batches: {what} exists in some, but not in "
-        "others; use the same number in all, for example with DistributedSampler(dataset, "
-        "pipe.replicas, pipe.replica)"
-    )
+        alike = ranks.replicas == 1
+        counts = [count()] if alike else ranks.processes.everywhere(count, "read", _CALL)
+        if len(set(counts)) > 1:
+            raise DataError(
+                f"the replicas have different numbers of batches: {what} exists in some, but not "
+                "in others; use the same number in all, for example with DistributedSampler("
+                "dataset, pipe.replicas, pipe.replica)"
+            )
+        return list(found)
 
 
 def _checked(batches: Any) -> Any:

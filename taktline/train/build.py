@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from taktline import split
-from taktline.checkpoint.model_state import HeldModel, ModelState, Processes, uses_in
+from taktline.checkpoint.model_state import ModelState, uses_in
 from taktline.checkpoint.pretrained import conversions_of
 from taktline.checks import check, check_callable, check_list, check_one_of, conform, refuse
 from taktline.device import require_usable_device
@@ -180,6 +180,7 @@ class Built:
             for stage, module in self.model.modules.items()
         ]
         self.schedule = ScheduleFromPlan(stages, self.plan, **self.options)
+        self.model.processes, self.model.schedule = self.ranks.processes, self.schedule
         if len(self.ranks.own) > 1:
             self.schedule._runner.run_all_ranks(self.ranks.size)
         # Keyword arguments are the model's, so every rank gets the same ones.
@@ -224,10 +225,6 @@ class Built:
             if (stage, name) not in copies
         }
         return dict(sorted(found.values(), key=lambda each: each[0]))
-
-    def held(self) -> HeldModel:
-        """What this process saves and loads."""
-        return HeldModel(self.model, Processes(self.ranks.everyone), self.schedule)
 
     @contextmanager
     def everywhere(self, call: str) -> Iterator[None]:
@@ -313,7 +310,7 @@ def _cut_together(
     given: SimpleNamespace, ranks: Ranks, measure: Measure | None
 ) -> tuple[Plan, dict[int, nn.Module]]:
     """Cut the model on all ranks; if any cannot, or they differ, all raise why."""
-    alone = all(transport.size == 1 for transport in ranks.everyone)
+    alone = max(ranks.processes.sizes) == 1
     options = {"seed": given.seed, "data_parallel": given.data_parallel}
     return together(
         ranks,
@@ -409,16 +406,16 @@ def _own_example(model: nn.Module) -> Any:
 
 def _shared_times(ranks: Ranks) -> Measure:
     """Returns the times that the first process of all replicas has measured, on its device."""
-    processes = Processes(ranks.everyone)
 
-    def measure(model: nn.Module, units: Iterable[str], call: Call) -> dict[Cut, float]:
+    def measure(model: nn.Module, units: Iterable[str], args: Call) -> dict[Cut, float]:
         def measured() -> list[tuple[str, int, float]]:
-            if processes.place:
+            if ranks.processes.place:
                 return []
-            times = measure_times(model, units, call, ranks.device)
+            times = measure_times(model, units, args, ranks.device)
             return [(cut.unit, cut.call, took) for cut, took in times.items()]
 
-        found = processes.everywhere(measured, "measure the layers", "Pipeline(measure=True)")
+        call = "Pipeline(measure=True)"
+        found = ranks.processes.everywhere(measured, "measure the layers", call)
         rows = conform(found[0], [(str, int, float)], what="the times of layers")
         return {Cut(unit, at): took for unit, at, took in rows}
 

@@ -10,14 +10,13 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from taktline.checkpoint.model_state import Processes
 from taktline.checks import check, refuse
 from taktline.errors import ArgumentError, MismatchError, UseError
 from taktline.runtime.microbatch import describe
@@ -27,100 +26,87 @@ from taktline.train.batches import broadcast_output
 from taktline.train.build import Built
 
 
-class Request(NamedTuple):
-    """The arguments of :meth:`taktline.Pipeline.generate`."""
-
-    ids: torch.Tensor
-    max_new_tokens: int
-    attention_mask: torch.Tensor | None
-    eos_token_id: int | Sequence[int] | None
-    pad_token_id: int | None
-
-    def check(self, model: Any) -> None:
-        """Raise if an argument is not valid, or the model cannot generate."""
-        ids, mask = check("ids", self.ids, torch.Tensor), self.attention_mask
-        if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-            refuse("ids", "a tensor [rows, length] of token ids", ids)
-        check("max_new_tokens", self.max_new_tokens, int, least=1)
-        if model is not None and (model.config.is_encoder_decoder or not model.can_generate()):
-            raise UseError(
-                f"{type(model).__name__} is not a causal language model, so it cannot generate "
-                "texts"
-            )
-        if mask is None:
-            return
-        check("attention_mask", mask, torch.Tensor)
-        if mask.shape != ids.shape or not bool((mask[:, -1] != 0).all()):
-            raise ArgumentError(
-                f"attention_mask must be {list(ids.shape)} as ids, with 0 for padding on the left "
-                f"of a text, not {list(mask.shape)}; new tokens come after their right end"
-            )
-
-    def digest(self) -> int:
-        """A number that is the same on all ranks with the same arguments."""
-        values = [each.tolist() if isinstance(each, torch.Tensor) else each for each in self]
-        return crc32(str(values).encode())
-
-    def ends(self, model: Any) -> tuple[torch.Tensor, int]:
-        """The tokens that end a text, and the token that fills it up."""
-        config = getattr(model, "generation_config", None)
-        ends, padding = self.eos_token_id, self.pad_token_id
-        ends = getattr(config, "eos_token_id", None) if ends is None else ends
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        padding = getattr(config, "pad_token_id", None) if padding is None else padding
-        if padding is None:
-            padding = ends[0] if ends else 0
-        return torch.tensor(ends), padding
-
-
-def generate(built: Built, request: Request) -> torch.Tensor:
-    """The texts with the new tokens, on every rank; all ranks call it."""
+def generate(
+    built: Built,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+    mask: torch.Tensor | None,
+    ends: int | Sequence[int] | None,
+    padding: int | None,
+) -> torch.Tensor:
+    """See :meth:`taktline.Pipeline.generate`; all ranks take part."""
     model = _model(built)
-    _agree(built, request, model)
-    rows, length = request.ids.shape
-    ends, padding = request.ends(model)
+
+    def said() -> list[int]:
+        _check(model, ids, max_new_tokens, mask)
+        values = (ids.tolist(), None if mask is None else mask.tolist(), ends, padding)
+        return [max_new_tokens, built.ranks.replica, crc32(str(values).encode())]
+
+    rows = built.ranks.processes.everywhere(said, "read the arguments", "generate()")
+    # Replicas have texts of their own, but go on together until the last one has ended.
+    if len(lengths := {row[0] for row in rows}) > 1:
+        listed = " and ".join(map(str, sorted(lengths)))
+        raise MismatchError(
+            f"generate() has different max_new_tokens: {listed}; pass the same on every rank"
+        )
+    if len(set(map(tuple, rows))) > built.ranks.replicas:
+        raise MismatchError(
+            "generate() was called with other texts or options on some ranks; pass the same on "
+            "every rank of a pipeline"
+        )
+    last, padding = _ends(model, ends, padding)
     # With room for all new tokens, all calls have one shape; causal models ignore later tokens.
-    room, mask = (0, request.max_new_tokens), request.attention_mask
-    ids = pad(request.ids.to(built.ranks.device), room, value=padding)
-    masks = {} if mask is None else _masks(pad(mask.to(ids), room, value=1), model)
-    done = torch.zeros(rows, 1, dtype=torch.bool, device=ids.device)
-    stop = length + request.max_new_tokens
+    room, length = (0, max_new_tokens), ids.shape[1]
+    texts = pad(ids.to(built.ranks.device), room, value=padding)
+    masks = {} if mask is None else _masks(pad(mask.to(texts), room, value=1), model)
+    done = torch.zeros(len(texts), 1, dtype=torch.bool, device=texts.device)
+    stop = length + max_new_tokens
     for end in range(length, stop):
         with _next_tokens(built, end - 1):
-            output = built.schedule.eval(ids, **masks)
-        token = broadcast_output(output, built.ranks, built.plan.placement.rank_of[-1]).to(ids)
+            output = built.schedule.eval(texts, **masks)
+        token = broadcast_output(output, built.ranks, built.plan.placement.rank_of[-1]).to(texts)
         token = token.masked_fill(done, padding)
-        ids[:, end : end + 1] = token
-        done |= torch.isin(token, ends.to(token))
+        texts[:, end : end + 1] = token
+        done |= torch.isin(token, last.to(token))
         if bool(done.all()):
             stop = min(stop, end + 1)
         # All replicas evaluate together, until the last of their texts has ended.
         if not built.ranks.in_any_pipeline(end + 1 < stop, "generate()"):
             break
-    return ids[:, :stop].to(request.ids.device)
+    return texts[:, :stop].to(ids.device)
 
 
-def _agree(built: Built, request: Request, model: nn.Module | None) -> None:
-    """Raise on every rank if arguments are not valid on one, or differ."""
-
-    def said() -> list[int]:
-        request.check(model)
-        return [built.ranks.replica, request.digest(), request.max_new_tokens]
-
-    processes = Processes(built.ranks.everyone)
-    rows = processes.everywhere(said, "read the arguments", "generate()")
-    # Replicas have texts of their own, but go on together until the last one has ended.
-    lengths, texts = {row[2] for row in rows}, {tuple(row[:2]) for row in rows}
-    if len(lengths) > 1:
-        listed = " and ".join(map(str, sorted(lengths)))
-        raise MismatchError(
-            f"generate() has different max_new_tokens: {listed}; pass the same on every rank"
+def _check(model: Any, ids: Any, max_new_tokens: Any, mask: Any) -> None:
+    """Raise if an argument is not valid, or the model cannot generate."""
+    check("ids", ids, torch.Tensor)
+    if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+        refuse("ids", "a tensor [rows, length] of token ids", ids)
+    check("max_new_tokens", max_new_tokens, int, least=1)
+    if model is not None and (model.config.is_encoder_decoder or not model.can_generate()):
+        raise UseError(
+            f"{type(model).__name__} is not a causal language model, so it cannot generate texts"
         )
-    if len(texts) > built.ranks.replicas:
-        raise MismatchError(
-            "generate() was called with other texts or options on some ranks; pass the same on "
-            "every rank of a pipeline"
+    if mask is None:
+        return
+    check("attention_mask", mask, torch.Tensor)
+    if mask.shape != ids.shape or not bool((mask[:, -1] != 0).all()):
+        raise ArgumentError(
+            f"attention_mask must be {list(ids.shape)} as ids, with 0 for padding on the left "
+            f"of a text, not {list(mask.shape)}; new tokens come after their right end"
         )
+
+
+def _ends(
+    model: Any, ends: int | Sequence[int] | None, padding: int | None
+) -> tuple[torch.Tensor, int]:
+    """The tokens that end a text, and the token that fills it up; by default the model's."""
+    config = getattr(model, "generation_config", None)
+    ends = getattr(config, "eos_token_id", None) if ends is None else ends
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    padding = getattr(config, "pad_token_id", None) if padding is None else padding
+    if padding is None:
+        padding = ends[0] if ends else 0
+    return torch.tensor(ends), padding
 
 
 def _model(built: Built) -> nn.Module | None:

@@ -135,7 +135,7 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
             found |= zip(row[: len(row) // 2], row[len(row) // 2 :], strict=True)
         total = _combined([found[place] for place in sorted(found)], norm_type, dtype)
         if norm_type == math.inf:  # until here that of the shards in this pipeline
-            for transport in built.ranks.everyone[1:]:
+            for transport in built.ranks.processes.transports[1:]:
                 shared = share_floats(transport, [float(total)], "grad_norm()")
                 total = _combined([number for (number,) in shared], norm_type, dtype)
     return total.to(built.ranks.device)

@@ -26,7 +26,7 @@ from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, S
 from taktline.train import parameters, steps
 from taktline.train.batches import SharedLoader
 from taktline.train.build import Built, Model, Prepare, ScheduleChoice, build, checked
-from taktline.train.generate import Request, generate
+from taktline.train.generate import generate
 from taktline.train.parameters import INSTEAD, Scaler, gathered_state, load_state, own_state
 from taktline.train.preemption import PREEMPTED, Preemption
 from taktline.train.stage_table import Boundaries
@@ -302,9 +302,9 @@ class Pipeline:
             eos_token_id: tokens that end a text; by default those of the model.
             pad_token_id: the token that fills up an ended text; by default the model's.
         """
-        request = Request(ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id)
+        options = (max_new_tokens, attention_mask, eos_token_id, pad_token_id)
         with self._turn, steps.in_mode(*self.stages.values(), training=False):
-            return generate(self._built, request)
+            return generate(self._built, ids, *options)
 
     def loader(self, batches: Iterable[Any] | None) -> SharedLoader:
         """The batches of a DataLoader, or any other iterable, for all ranks.
@@ -396,7 +396,7 @@ class Pipeline:
 
     def named_buffers(self, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """The persistent buffers of this process, with their names in the model."""
-        held = {each.name: each.tensor for each in self._built.held().held}
+        held = {each.name: each.tensor for each in self._built.model.saved()}
         yield from ((name, x) for name, x in held.items() if not isinstance(x, nn.Parameter))
 
     def train(self, mode: bool = True) -> Self:
@@ -470,8 +470,9 @@ class Pipeline:
         with self._turn:
             if self._preemption is not None:
                 self._preemption.place(training)
-            held = self._built.held()
-            return saving.save(held, folder, training, keep=keep, async_save=async_save)
+            return saving.save(
+                self._built.model, folder, training, keep=keep, async_save=async_save
+            )
 
     @known_keywords
     def load(
@@ -499,7 +500,7 @@ class Pipeline:
         """
         training = Training(optimizer, scheduler, scaler, data)
         with self._turn:
-            loaded = loading.load(self._built.held(), folder, training)
+            loaded = loading.load(self._built.model, folder, training)
             if self._preemption is not None:
                 self._preemption.use(data)
             return loaded
@@ -513,7 +514,7 @@ class Pipeline:
         Every rank calls it, and writes files with its own part.
         """
         with self._turn:
-            pretrained.save_pretrained(self._built.held(), folder, max_shard_bytes)
+            pretrained.save_pretrained(self._built.model, folder, max_shard_bytes)
 
     def reconnect(self) -> None:
         """Make new connections between the same ranks; every rank calls it.
@@ -521,7 +522,7 @@ class Pipeline:
         For errors whose ``recoverable`` says "reconnect". Call ``zero_grad()`` before the next
         step. Raises a :class:`MismatchError` if the latest step has ended on some ranks only.
         """
-        for transport in self._built.ranks.transports:
+        for transport in self._built.ranks.distributed:
             transport.reconnect()
         self._built.schedule._runner.restart(self._built.schedule.steps)
 
@@ -586,7 +587,8 @@ class Pipeline:
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """The attribute in which torch looks up the rest of a name, by the name's first part."""
-        names = (*self._built.model.names, *(each.name for each in self._built.held().held))
+        model = self._built.model
+        names = (*model.names, *(each.name for each in model.saved()))
         return {name.partition(".")[0]: "_names" for name in names}
 
     def __enter__(self) -> Self:

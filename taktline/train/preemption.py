@@ -101,7 +101,7 @@ class Preemption:
         """Note where training goes on from here; also after each step of an optimizer."""
         if (built := self._built()) is not None and not torch.compiler.is_compiling():
             state = None if self._data is None else copy.deepcopy(self._data.state_dict())
-            random = RandomNumbers(built.held()).state_dict()
+            random = RandomNumbers(built.model).state_dict()
             self._position = Position(random, self._data, state)
 
     def use(self, data: Any) -> None:

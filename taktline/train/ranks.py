@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
+from taktline.checkpoint.model_state import Processes
 from taktline.checks import check, launched
 from taktline.device import gpu_for_each_process
 from taktline.errors import MismatchError, TaktlineError, TransportError
@@ -70,6 +71,11 @@ class Ranks:
         self._others = [name for name in names if name != PIPELINE]
         self.is_first = not any(self.groups[name].rank() for name in self._others)
         """Whether this process comes first along all dimensions of the mesh but the pipeline's."""
+        self._along = {name: transport_of(group, device) for name, group in self.groups.items()}
+        self.transport: Transport = self._along.get(PIPELINE, Alone())
+        """To the other processes of the pipeline."""
+        self.processes = Processes([self.transport, *(self._along[n] for n in self._others)])
+        """Along each dimension of the mesh, the pipeline first, also if this process is alone."""
         self.replicas, self.replica = 1, 0
         """How many replicas of the pipeline there are, and the number of this one."""
         for group in (self.groups[name] for name in self.data_dims):
@@ -77,19 +83,9 @@ class Ranks:
             self.replica = self.replica * group.size() + group.rank()
 
     @property
-    def transports(self) -> list[Distributed]:
-        """The transports along each dimension of the mesh, to other processes."""
-        return [transport for transport in self.everyone if isinstance(transport, Distributed)]
-
-    @property
-    def everyone(self) -> list[Transport]:
-        """All transports, that of the pipeline first, also where this process is alone."""
-        return [self.transport, *self._along(self._others)]
-
-    @property
-    def transport(self) -> Transport:
-        """The transport to the other processes of the pipeline."""
-        return Alone() if self.group is None else transport_of(self.group, self.device)
+    def distributed(self) -> list[Distributed]:
+        """The transports to other processes, along each dimension of the mesh."""
+        return [each for each in self.processes.transports if isinstance(each, Distributed)]
 
     def agreed(
         self,
@@ -97,7 +93,6 @@ class Ranks:
         what: str,
         numbers: Callable[[str], Sequence[int]],
         difference: Callable[[str, Transport, list[list[int]]], str | None],
-        kind: type[TaktlineError] = MismatchError,
     ) -> TaktlineError | None:
         """Returns the same error on every process of every replica; all of them call this.
 
@@ -105,7 +100,8 @@ class Ranks:
         of such a process, "rank" or "replica". ``difference(noun, transport, rows)`` says
         why the rows of all do not fit together.
         """
-        for name, transport in zip((PIPELINE, *self._others), self.everyone, strict=True):
+        dims = zip((PIPELINE, *self._others), self.processes.transports, strict=True)
+        for name, transport in dims:
             noun = "rank" if name == PIPELINE else f"{name} rank"
             noun = "replica" if name in self.data_dims else noun
             mine = [int(error is not None), *numbers(noun)]
@@ -113,7 +109,7 @@ class Ranks:
             if any(failed for failed, *_ in rows):
                 error = share_error(transport, error)
             elif text := difference(noun, transport, [row for _, *row in rows]):
-                error = kind(text)
+                error = MismatchError(text)
         return error
 
     def mean_of_replicas(self, loss: torch.Tensor) -> torch.Tensor:
@@ -124,8 +120,8 @@ class Ranks:
                 dist.all_reduce(total, group=self.groups[name])
             return (total / self.replicas).to(loss.dtype)
         mean = float(loss)
-        for transport in self._along(self.data_dims):
-            numbers = _shared(transport, mean, "the loss of replicas")
+        for name in self.data_dims:
+            numbers = _shared(self._along[name], mean, "the loss of replicas")
             mean = sum(numbers) / len(numbers)
         return torch.tensor(mean, dtype=loss.dtype, device="cpu")
 
@@ -135,13 +131,9 @@ class Ranks:
 
     def in_any_pipeline(self, flag: bool, what: str) -> bool:
         """Whether a flag is set in any pipeline of the mesh; all ranks of one have the same."""
-        for transport in self._along(self._others):
-            flag = any(_shared(transport, float(flag), what))
+        for name in self._others:
+            flag = any(_shared(self._along[name], float(flag), what))
         return flag
-
-    def _along(self, names: Sequence[str]) -> list[Transport]:
-        """The transports along some dimensions of the mesh."""
-        return [transport_of(self.groups[name], self.device) for name in names]
 
     def close(self) -> None:
         """End the process groups that were made for this pipeline."""
@@ -208,7 +200,7 @@ def find_ranks(
                 group.set_timeout(timeout or timeout_of(default_group()))
     found = _of_mesh(mesh, ranks, data_parallel, device, own_groups)
     if timeout is not None:
-        for transport in found.transports:
+        for transport in found.distributed:
             transport.timeout = timeout
     return found
 

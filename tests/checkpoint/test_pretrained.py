@@ -60,6 +60,21 @@ def test_out_and_in(tmp_path: Path, tied: bool, largest: int) -> None:
     assert torch.equal(again.eval(IDS).logits, logits_of(model))
 
 
+def test_an_earlier_save_is_replaced(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    pipe = tl.Pipeline(llama(), cuts=CUTS, microbatches=2, ranks=2)
+    for number, largest in enumerate((10**9, 5_000, 10_000, 10**9)):
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.fill_(number)
+        pipe.save_pretrained(tmp_path, max_shard_bytes=largest)
+        read: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+        again = tl.Pipeline.from_pretrained(tmp_path, cuts=CUTS, microbatches=2, ranks=2)
+        for each in (*read.parameters(), *again.parameters()):
+            assert (each == number).all()
+
+
 def test_what_transformers_writes(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

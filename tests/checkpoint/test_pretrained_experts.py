@@ -12,7 +12,7 @@ import torch
 import taktline as tl
 from taktline.checkpoint import pretrained
 from taktline.checkpoint.files import TensorFile, write
-from taktline.checkpoint.model_state import HeldModel, ModelState, state_of
+from taktline.checkpoint.model_state import ModelState, state_of
 from taktline.checkpoint.pretrained import PretrainedFiles, conversions_of
 from taktline.errors import CheckpointError, PartitionError, StateError
 from tests.checkpoint.training import mesh_of
@@ -59,7 +59,7 @@ def test_files_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     for each, value in state_of(model).items():
         assert torch.equal(tied[id(value)], value), each
     state = ModelState({0: model}, list(model.state_dict()), conversions=conversions_of(model))
-    pretrained.save_pretrained(HeldModel(state), tmp_path / "mine", 20_000)
+    pretrained.save_pretrained(state, tmp_path / "mine", 20_000)
     require_same(stored(tmp_path / "mine"), stored(tmp_path / "theirs"))
 
 
