@@ -59,9 +59,17 @@ def record_twice(
     device = device or device_of(call)
     device = torch.device("cpu") if device.type == "meta" else device
     difference, alike, last, before = "", 0, None, _state_of(empty)
+    empty.sizes.clear()
     for attempt in range(5):
         with _seeded(attempt) as has_drawn:
-            made = _record(empty, call, device, types)
+            try:
+                made = _record(empty, call, device, Fakes(device, types, min(attempt, 1)))
+            except PartitionError:
+                raise
+            except Exception:
+                if attempt:  # it may not like zeros
+                    raise
+                continue
             wanted = 3 if has_drawn() else 1  # a choice may be the same by chance
         after = _state_of(empty)
         lines = hash(tuple((step.kind, step.line) for step in made.steps))
@@ -163,9 +171,9 @@ def _seeded(attempt: int) -> Iterator[Callable[[], bool]]:
             numpy.random.set_state(numpy_before)
 
 
-def _record(empty: EmptyModel, call: Call, device: torch.device, types: Types | None) -> Record:
+def _record(empty: EmptyModel, call: Call, device: torch.device, fakes: Fakes) -> Record:
     """Run the forward of a model once with these arguments."""
-    fakes, devices = Fakes(device, types), [device] if device.type == "cuda" else []
+    devices = [device] if device.type == "cuda" else []
     with (
         _lock,
         torch.random.fork_rng(devices),

@@ -31,7 +31,6 @@ from taktline.split.arguments import (
     State,
     Value,
     all_tensors,
-    filled,
     is_object,
     line_of_user,
     mapped,
@@ -51,20 +50,6 @@ from taktline.split.without_data import (
 _CALL = nn.Module.__call__
 _SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"))
 """Functions that read sizes, which may depend on data."""
-_METADATA = frozenset(
-    [
-        *("shape", "size", "dtype", "device", "ndim", "dim", "numel", "nelement", "stride"),
-        *("is_floating_point", "is_complex", "layout", "is_contiguous", "requires_grad", "is_cuda"),
-        *("element_size", "storage_offset", "names", "__len__", "is_nested", "is_sparse"),
-        *("itemsize", "nbytes", "type", "is_leaf", "grad_fn", "is_meta", "_version", "get_device"),
-        *("is_shared", "is_cpu", "is_quantized", "is_mkldnn", "__hash__", "__repr__", "__format__"),
-        *("__str__", "is_inference", "is_signed", "result_type", "is_same_size", "dim_order"),
-        *("output_nr", "is_conj", "is_neg", "is_mps", "is_xpu", "_backward_hooks", "is_pinned"),
-        *("untyped_storage", "is_tensor", "is_storage", "name", "is_sparse_csr", "ndimension"),
-        *("promote_types", "can_cast", "__dir__", "is_xla", "has_names", "__reduce_ex__"),
-    ]
-)
-"""Functions that read what a kind of call has in common: no data."""
 _REFUSED = {
     "backward": "runs a backward in the forward, which a stage cannot; use torch.autograd.grad",
     "__set__": "sets an attribute of a tensor, such as x.data or x.grad; use x.copy_() instead",
@@ -276,17 +261,15 @@ class Recorder(TorchFunctionMode):
         if own is not None:
             self.generators.setdefault(id(own), (own, own.get_state()))
         try:
-            output, is_made_up, writes = self.fakes.run(func, args, kwargs, given)
+            output, is_made_up, writes = self.fakes.run(func, (args, kwargs), given, self._number)
         except Exception as error:
             if not is_sized and not isinstance(error, NeedsData):
                 raise
-            read = None if is_sized else self._with_numbers((args, kwargs))
-            if read is None:
-                raise _needs_data(name) from error
-            return self._function(func, *read)
+            raise _needs_data(name) from error
         tensors = all_tensors(output)
         has_effect = bool(writes) or name in _EFFECTS
-        needs_data = bool(given) and not has_effect and self._needs_data(func, args, kwargs, output)
+        is_read = had_data and bool(given) and output is not None and not has_effect
+        needs_data = is_read and self.fakes.depends_on_data(func, (args, kwargs), output)
         if not tensors and not has_effect:
             if needs_data:
                 self._note_read(func, (args, kwargs), output)
@@ -309,30 +292,11 @@ class Recorder(TorchFunctionMode):
             sized.update(step.places)
         return output
 
-    def _needs_data(self, func: Any, args: Args, kwargs: Kwargs, output: Any) -> bool:
-        """Whether a function has read data that the forward then knows: a number, or a size."""
-        tensors = all_tensors(output)
-        if output is None or isinstance(output, (torch.Size, torch.dtype)):
-            return False
-        if not self.fakes.have_data([*all_tensors((args, kwargs)), *tensors]):
-            return False
-        # Not asked of numbers: some versions of torch know those of small tensors without data.
-        if not tensors:
-            return name_of(func) not in _METADATA
-        return self.fakes.depends_on_data(func, args, kwargs)
-
-    def _with_numbers(self, given: Call) -> Call | None:
-        """Arguments with numbers in the places of whole numbers that are tensors with data.
-
-        The forward has read them then, such as sizes for ``interpolate``. None if there are none.
-        """
-        numbers = dict[int, int]()
-        for tensor in all_tensors(given):
-            if not (tensor.ndim or tensor.is_floating_point()) and self.fakes.have_data([tensor]):
-                numbers[id(tensor)] = int(tensor)
-                self._note_read(int, ((tensor,), {}), int(tensor))
-        changed = mapped(given, lambda tensor: numbers.get(id(tensor), tensor))
-        return filled(changed, {}) if numbers else None
+    def _number(self, tensor: torch.Tensor) -> Any:
+        """A number that a function reads from a tensor with data, such as a size."""
+        number = tensor.item()
+        self._note_read(torch.Tensor.item, ((tensor,), {}), number)
+        return number
 
     def _note_read(self, func: Any, given: Call, found: Any) -> None:
         """Record what was read, to compare it with what later calls read."""
@@ -394,7 +358,7 @@ class Recorder(TorchFunctionMode):
             return output
         if not self.is_inside and (is_unit or call is _CALL):
             self.record.spans.append((name, begin, len(self.record.steps)))
-        if call is _CALL and not self.fakes.is_second_run:
+        if call is _CALL:
             self.record.runs[name] += 1
             if self.is_inside and (path := self.inner_names.get(id(module))):
                 self._note_inner(path, output)
@@ -424,10 +388,13 @@ class Recorder(TorchFunctionMode):
         own = {self.known(tensor) for tensor in tensors}
         own.update(v for s in record.steps if s.target == name for v in (*s.reads, *s.places))
         uses = partial(self._require_own, name, own)
-        output, is_sized, writes, cost = self.fakes.run_unit(call, given, uses)
+        output, is_made_up, writes, cost = self.fakes.run_unit(call, given, uses)
         torch.rand(())  # as if it had drawn: a state that is set back is seen
+        cut, sizes = Cut(name, step.call), [tensor.shape for tensor in all_tensors(output)]
+        if is_made_up and self.empty.sizes.setdefault(cut, sizes) != sizes:
+            self.empty.sized.add(cut)
         self.attributes[name] = _attributes_in(module)
-        record.costs[Cut(name, step.call)] = cost
+        record.costs[cut] = cost
         self._note_writes(step, tensors, writes)
         if _differ(attributes, list(walk(plain))):  # then each call has new objects
             step.args, step.kwargs = opened
@@ -438,7 +405,7 @@ class Recorder(TorchFunctionMode):
                 step.places[value] = Place(path, Root.ARGUMENTS)
         made = [value for value in step.places if value.number >= known]
         self.unknown.update(made)
-        if is_sized or not record.sized.isdisjoint(step.reads):
+        if cut in self.empty.sized or not record.sized.isdisjoint(step.reads):
             record.sized.update(made)
         return output
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import Context
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -28,13 +27,11 @@ from taktline.errors import PartitionError
 from taktline.private import private
 from taktline.split.arguments import (
     Absent,
-    Args,
     Call,
-    Kwargs,
     all_tensors,
-    children_of,
     disable_cache,
-    walk,
+    filled,
+    mapped,
 )
 from taktline.split.costs import OperationCounter
 from taktline.split.cut import Cut
@@ -109,6 +106,10 @@ class EmptyModel:
         """The parameters and buffers that are in no unit."""
         self.seen: set[int] = set()
         """The lines of forwards that were recorded twice."""
+        self.sizes: dict[Cut, list[torch.Size]] = {}
+        """Those of the outputs of units that ran on made-up data, in the first run of a kind."""
+        self.sized: set[Cut] = set()
+        """The calls of units whose outputs have other sizes with other data."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmptyModel:
         return self
@@ -226,6 +227,9 @@ _DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", _WHAT)
 _is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor", _WHAT, otherwise=None)
 
 
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
 class Types(NamedTuple):
     """A type of parameters that has changed since the model was cut."""
 
@@ -256,9 +260,9 @@ class Fakes:
     What a function gets may be partly with data, partly without; then the result has none.
     """
 
-    def __init__(self, device: torch.device, types: Types | None) -> None:
+    def __init__(self, device: torch.device, types: Types | None, made_up: int) -> None:
         self.mode = _FakeMode(allow_non_fake_inputs=True)
-        self.device, self.types = device, types
+        self.device, self.types, self.made_up = device, types, made_up
         self._held: dict[int, Any] = {}
         """Storages, since another one may get the address of one that is freed."""
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -267,8 +271,6 @@ class Fakes:
         """The memory with data for which one without data stands."""
         self._written: set[int] = set()
         """Memory whose data is not what the forward would have there."""
-        self.is_second_run = False
-        """Whether a unit runs only to compare sizes."""
 
     def memory(self, tensor: torch.Tensor) -> int:
         """The memory of a tensor; views have the same."""
@@ -331,38 +333,49 @@ class Fakes:
         return not any(is_fake(each) or self.memory(each) in self._written for each in tensors)
 
     def run(
-        self, func: Callable[..., Any], args: Args, kwargs: Kwargs, given: Sequence[torch.Tensor]
+        self,
+        func: Callable[..., Any],
+        call: Call,
+        given: Sequence[torch.Tensor],
+        number: Callable[[torch.Tensor], Any],
     ) -> tuple[Any, bool, set[int]]:
         """Call a function, with data if all that it gets has some.
 
         Also returns whether data decides the size of its result, which is made up then, and the
-        memory that it changes.
+        memory that it changes. ``number`` reads one from a tensor with data, beside some without.
         """
+        args, kwargs = call
         if self.have_data(given):
             before = [(each, each._version) for each in given if not each.is_inference()]
             output = func(*args, **kwargs)
             return output, False, {self.memory(t) for t, version in before if t._version != version}
-        with self.mode, _Watch(self, _NeedsSizes) as watch:
+        with self.mode, _Watch(self, _NeedsSizes, number=number) as watch:
             output = func(*args, **kwargs)
         self._written |= watch.writes
         return output, watch.has_made_up, watch.writes
 
-    def depends_on_data(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
-        """Whether a function needs the data of its arguments to find a number, or a shape."""
+    def depends_on_data(self, func: Callable[..., Any], call: Call, output: Any) -> bool:
+        """Whether a function needs data to return a number, or a tensor of a size."""
+        if isinstance(output, (torch.Size, torch.dtype)) or not self.have_data(all_tensors(output)):
+            return False
         try:
             with torch.no_grad(), self.mode, _Watch(self, ()):
+                args, kwargs = filled(mapped(call, self._without_data), {})
                 func(*args, **kwargs)
         except Exception:
             return True
         return False
+
+    def _without_data(self, part: torch.Tensor | Absent) -> Any:
+        return self.as_fake(part) if isinstance(part, torch.Tensor) else part
 
     def run_unit(
         self, call: Callable[..., Any], given: Call, uses: Callable[[torch.Tensor], None]
     ) -> tuple[Any, bool, set[int], int]:
         """Call a unit without data; ``uses`` sees each tensor that it computes with.
 
-        Also returns whether the sizes of its output depend on data, the memory that it changes,
-        and what it costs. What needs data runs on ones, and once more on zeros.
+        Also returns whether some of it needs data, which is made up then, the memory that it
+        changes, and what it costs.
         """
         for tensor in all_tensors(given):
             self.as_fake(tensor)  # outside of the counter
@@ -372,34 +385,18 @@ class Fakes:
             args, kwargs = given
             output = call(*args, **kwargs)
         self._written |= watch.writes
-        is_sized = watch.has_made_up and self._is_sized(output, call, given)
-        return output, is_sized, watch.writes, counter.cost
+        return output, watch.has_made_up, watch.writes, counter.cost
 
     def _as_in_fsdp(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.types is not None
         return tensor.to(self.types.now) if tensor.is_floating_point() else tensor
 
-    def _is_sized(self, output: Any, call: Callable[..., Any], given: Call) -> bool:
-        """Whether an output has other sizes if other numbers are in what it is made of."""
-        leaves = [part for _, part in walk(given) if children_of(part) is None]
-        self.is_second_run = True
-        try:
-            with self.mode, _Watch(self, RuntimeError, number=0), torch.no_grad():
-                copies = {id(x): x.clone() if isinstance(x, torch.Tensor) else x for x in leaves}
-                args, kwargs = copy.deepcopy(given, copies)
-                # What collects outputs, such as router logits, must not see this.
-                other = Context().run(call, *args, **kwargs)
-        except Exception:
-            return False
-        finally:
-            self.is_second_run = False
-        return [t.shape for t in all_tensors(output)] != [t.shape for t in all_tensors(other)]
-
 
 class _Watch(_DispatchMode):
     """Sees what runs without data: what it uses and changes, and what needs data.
 
-    That runs on one number everywhere if it fails with an error of ``made_up``.
+    That runs on one number everywhere if it fails with an error of ``made_up``: zeros in the first
+    run of a forward, ones in others. An output has a size that depends on data if it differs.
     """
 
     supports_higher_order_operators = True
@@ -409,7 +406,7 @@ class _Watch(_DispatchMode):
         fakes: Fakes,
         made_up: Any,
         uses: Callable[[torch.Tensor], None] | None = None,
-        number: int = 1,
+        number: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
         super().__init__()
         self._fakes, self._made_up, self._uses, self._number = fakes, made_up, uses, number
@@ -421,6 +418,9 @@ class _Watch(_DispatchMode):
         if self._uses is not None:
             for tensor in _tensors_of(args):
                 self._uses(tensor)
+        if func is _READ_NUMBER and self._number is not None and has_data(args):
+            with _with_data():
+                return self._number(args[0])
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
             given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
@@ -441,11 +441,11 @@ class _Watch(_DispatchMode):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._full, (args, kwargs))
             output = func(*args, **kwargs)
         if output is True:  # such as "any is infinite", "this is none of them"
-            return self._number == 0
+            return self._fakes.made_up == 0
         return pytree.tree_map_only(torch.Tensor, self._fakes.mode.from_tensor, output)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
-        shape, number = tuple(tensor.shape), self._number
+        shape, number = tuple(tensor.shape), self._fakes.made_up
         return torch.full(shape, number, dtype=tensor.dtype, device=tensor.device)
 
 
