@@ -85,7 +85,7 @@ _MADE_ANEW = (tuple, list, dict, slice, defaultdict, deque, OrderedDict)
 """What is made in each call, also if it is empty, since a unit may add to it."""
 _NO_OBJECTS = (
     *(type(None), bool, int, float, complex, str, bytes, type, dict, list, tuple, deque),
-    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType, Absent, Node),
+    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType, Absent),
     *(nn.Module, torch.Tensor, torch.Generator),
 )
 _NOT_OF_USERS = ("torch", "builtins", "functools", "enum", "pathlib")

@@ -25,7 +25,7 @@ from taktline.split.arguments import (
 )
 from taktline.split.cut import Cut, Record
 from taktline.split.record import record_twice
-from taktline.split.recorded_stage import CutModel, Known, key_of_kind, make_stage
+from taktline.split.recorded_stage import CutModel, StageProgram, key_of_kind, make_stage
 from taktline.split.stages import Pieces
 from taktline.split.without_data import EmptyModel
 from taktline.stage.names import unwrapped
@@ -88,7 +88,9 @@ def arguments_of_forward(model: nn.Module) -> tuple[str, ...]:
     return tuple(signature(type(model).forward).parameters)[1:]
 
 
-def _learned(cut: CutModel, model: nn.Module, call: Call, record: Record | None = None) -> Known:
+def _learned(
+    cut: CutModel, model: nn.Module, call: Call, record: Record | None = None
+) -> list[StageProgram]:
     """The recorded forward of an example."""
     with torch.enable_grad(), torch.inference_mode(False):
         key = key_of_kind(key_of(call, []), model.training, device_of(call), None)
@@ -97,7 +99,7 @@ def _learned(cut: CutModel, model: nn.Module, call: Call, record: Record | None 
     return known
 
 
-def _dummy_inputs(cut: CutModel, model: nn.Module) -> Known | None:
+def _dummy_inputs(cut: CutModel, model: nn.Module) -> list[StageProgram] | None:
     """The recorded forward of the example of a Hugging Face model; None if there is none."""
     dummies = getattr(model, "dummy_inputs", None)
     if not isinstance(dummies, dict):
@@ -182,12 +184,11 @@ def as_call(model: nn.Module, example: Any) -> Call:
     return pytree.tree_map_only(torch.Tensor, moved, call)
 
 
-def _homes_by_use(cut: CutModel, known: Known) -> dict[str, frozenset[int]]:
+def _homes_by_use(cut: CutModel, known: list[StageProgram]) -> dict[str, frozenset[int]]:
     """The stages that use each unit and each tensor."""
-    record, plans = known.record, known.plans
-    used: dict[str, set[int]] = defaultdict(set)
-    for stage, plan in enumerate(plans):
-        for name in (*plan.units, *plan.states(record, is_last=stage == len(plans) - 1)):
+    record, used = known[0].record, defaultdict[str, set[int]](set)
+    for stage, program in enumerate(known):
+        for name in program.uses:
             used[name].add(stage)
     stage = 0
     for name in cut.empty.modules:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -116,22 +116,11 @@ class CheckpointRegion(NamedTuple):
     preserves_rng: bool
 
 
-class Root(Enum):
-    """Where a step may leave a tensor."""
-
-    OUTPUT = "output"
-    ARGUMENTS = "arguments"
-    ATTRIBUTES = "attributes"
-    """Those of a module inside of the unit."""
-    INNER_OUTPUT = "inner output"
-    """What a module inside of the unit returns."""
-
-
 class Place(NamedTuple):
     """Where a step leaves a tensor: a path from a root."""
 
     path: Path
-    root: Root = Root.OUTPUT
+    root: Literal["output", "arguments", "attributes", "inner output"] = "output"
     module: str = ""
     """The module inside of the unit, for the last two roots."""
     call: int = 0
@@ -240,13 +229,6 @@ class StagePlan:
     def units(self) -> dict[str, None]:
         """The units that the stage calls."""
         return {step.target: None for step in self.steps if step.kind is StepKind.UNIT}
-
-    def states(self, record: Record, *, is_last: bool) -> dict[str, None]:
-        """The parameters and buffers that the stage itself uses."""
-        found = {s.name: None for step in (*self.guards, *self.steps) for s in step.states}
-        if is_last:
-            found |= {state.name: None for state in parts_in(record.result, State)}
-        return found
 
 
 class StepPlacement:

@@ -133,9 +133,9 @@ class Pipe(nn.Module):
         """Print which stage calls which, and the steps of each stage."""
         self.split_gm.print_readable()
         for stage in range(self.num_stages):
-            known = vars(self.get_stage_module(stage))["_cut"].first
+            programs = vars(self.get_stage_module(stage))["_cut"].first
             print(f"submod_pp_{stage}:")
-            for step in known.plans[stage].steps:
+            for step in programs[stage].plan.steps:
                 print(f"    {_called(step)}  # {step.line}")
 
     def __str__(self):

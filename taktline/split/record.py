@@ -26,9 +26,6 @@ from taktline.side_values import SideValues, add_loss, side_values
 from taktline.split.arguments import (
     Absent,
     Call,
-    Node,
-    State,
-    Value,
     device_of,
     filled,
     mapped,
@@ -36,13 +33,14 @@ from taktline.split.arguments import (
 )
 from taktline.split.cut import Record, Step, StepKind
 from taktline.split.recorder import OWN_OF_MODULES, Recorder
-from taktline.split.without_data import EmptyModel, Fakes, Types, joined, replaced
+from taktline.split.without_data import EmptyModel, Fakes, Types, has_data, joined, replaced
 
 _lock = threading.RLock()
 """One forward is recorded at a time: functions of torch are replaced meanwhile."""
-_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, slice, Enum)
-_DEPTH = 4
-"""How deep in the attributes of modules changes are found."""
+_CONSTANTS = (
+    *(bool, int, float, str, type, type(None), torch.dtype, torch.device, slice, Enum),
+    pytree.TreeSpec,
+)
 
 
 def record_twice(
@@ -86,15 +84,15 @@ def record_twice(
     raise PartitionError(difference)
 
 
-def _change(empty: EmptyModel, before: dict[str, str], after: dict[str, str]) -> str:
+def _change(empty: EmptyModel, before: dict[str, Any], after: dict[str, Any]) -> str:
     """What has changed in the model; empty if nothing has."""
     changed = [name for name in after if before.get(name) != after[name]]
-    if not changed:
-        return ""
     return (
         f"the forward of {empty.kind.__name__} changes its attribute {changed[0]!r} in each "
         "call, which stages cannot follow; keep what changes in a buffer, and change it in "
         "place, or in a submodule that one stage runs"
+        if changed
+        else ""
     )
 
 
@@ -123,21 +121,15 @@ def _summary(step: Step) -> tuple[Any, ...]:
     return (name, modes, _comparable((step.args, step.kwargs, found)))
 
 
-def _comparable(template: Any) -> Any:
-    """The constants in a template, and values in their places."""
-    if isinstance(template, (Value, State)):
-        return template
-    if isinstance(template, torch.Tensor):
-        return (template.shape, repr(template.to_dense().tolist()))
-    if isinstance(template, _CONSTANTS):
-        return repr(template)
-    if isinstance(template, Node):
-        return (template.kind, repr(template.keys), _comparable(template.parts))
-    if isinstance(template, dict):
-        return (list(template), _comparable(list(template.values())))
-    if isinstance(template, (list, tuple)):
-        return [_comparable(part) for part in template]
-    return type(template)
+def _comparable(nested: Any) -> list[Any]:
+    """The containers and constants in a nested value or a template, with the data of tensors."""
+    return [(path, _comparable_leaf(part)) for path, part in walk(nested)]
+
+
+def _comparable_leaf(part: Any) -> Any:
+    if isinstance(part, torch.Tensor) and has_data([part]):
+        return part.shape, repr(part.to_dense().tolist())
+    return repr(part) if isinstance(part, _CONSTANTS) else type(part)
 
 
 _EDGES = (64, 316513203)
@@ -217,41 +209,31 @@ def _record(empty: EmptyModel, call: Call, device: torch.device, fakes: Fakes) -
 # What the forward keeps in the model
 
 
-def _outer(empty: EmptyModel) -> list[tuple[str, dict[str, Any]]]:
-    """The names of modules that are in no unit, with their attributes and buffers."""
+def _outer(empty: EmptyModel) -> dict[str, Any]:
+    """The attributes and buffers of modules that are in no unit, by their names."""
     inside = {id(part) for unit in empty.modules.values() for part in unit.modules()}
-    return [
-        (name, {k: v for k, v in vars(module).items() if k not in OWN_OF_MODULES})
+    return {
+        joined(name, key): value
         for name, module in empty.model.named_modules()
         if id(module) not in inside
-    ]
-
-
-def _state_of(empty: EmptyModel) -> dict[str, str]:
-    """The attributes of the modules that are in no unit, as far as they compare."""
-    return {
-        joined(name, key): repr(
-            [
-                (at, part if isinstance(part, _CONSTANTS) else type(part))
-                for at, part in walk(value)
-                if len(at) < _DEPTH
-            ]
-        )
-        for name, attributes in _outer(empty)
-        for key, value in attributes.items()
+        for key, value in (*vars(module).items(), *module._buffers.items())
+        if key not in OWN_OF_MODULES
     }
+
+
+def _state_of(empty: EmptyModel) -> dict[str, Any]:
+    """The same, to compare it."""
+    return {name: _comparable(value) for name, value in _outer(empty).items()}
 
 
 def _held_tensors(empty: EmptyModel) -> dict[str, torch.Tensor]:
-    """The tensors in attributes and buffers of modules that are in no unit."""
-    attributes = {
-        joined(name, ".".join(str(key) for _, key in at)): part
-        for name, own in _outer(empty)
-        for at, part in walk(own)
+    """The tensors among them."""
+    return {
+        joined(name, ".".join(str(key) for _, key in path)): part
+        for name, value in _outer(empty).items()
+        for path, part in walk(value)
         if isinstance(part, torch.Tensor)
     }
-    own = {name for name in empty.own if name not in empty.parameters}
-    return attributes | {n: b for n, b in empty.model.named_buffers() if n in own}
 
 
 def _require_kept(empty: EmptyModel, recorder: Recorder, held: dict[str, torch.Tensor]) -> None:

@@ -36,7 +36,7 @@ from taktline.split.arguments import (
     mapped,
     walk,
 )
-from taktline.split.cut import CheckpointRegion, Cut, Modes, Place, Record, Root, Step, StepKind
+from taktline.split.cut import CheckpointRegion, Cut, Modes, Place, Record, Step, StepKind
 from taktline.split.without_data import (
     EmptyModel,
     Fakes,
@@ -210,7 +210,7 @@ class Recorder(TorchFunctionMode):
                 own = {key: v for key, v in vars(part).items() if key not in OWN_OF_MODULES}
                 for path, found in walk(own):
                     if found is tensor:
-                        return step, Place(path, Root.ATTRIBUTES, module)
+                        return step, Place(path, "attributes", module)
         raise PartitionError(
             f"{line_of_user()} uses a tensor that was made inside of a submodule or in an earlier "
             "call, and that is neither in the output of a module, nor in an attribute; return it "
@@ -402,7 +402,7 @@ class Recorder(TorchFunctionMode):
         for path, tensor in walk(given):  # also what it has put into lists and dicts
             if isinstance(tensor, torch.Tensor) and self.known(tensor) is None:
                 value = self.value(tensor, f"{name} (in its arguments)")
-                step.places[value] = Place(path, Root.ARGUMENTS)
+                step.places[value] = Place(path, "arguments")
         made = [value for value in step.places if value.number >= known]
         self.unknown.update(made)
         if cut in self.empty.sized or not record.sized.isdisjoint(step.reads):
@@ -446,7 +446,7 @@ class Recorder(TorchFunctionMode):
         self.inner_calls[path] += 1
         for at, tensor in walk(output):
             if isinstance(tensor, torch.Tensor):
-                place = Place(at, Root.INNER_OUTPUT, path, call)
+                place = Place(at, "inner output", path, call)
                 self.inner_outputs.setdefault(id(tensor), (step, place))
                 self.kept.append(tensor)
 

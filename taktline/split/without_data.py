@@ -87,7 +87,7 @@ class EmptyModel:
             memo[id(module)] = memo.setdefault(id(inner), object.__new__(type(inner)))
             for tensor in (t for _, tensors in _tables_of(module) for t in tensors.values()):
                 if id(module) in inside or isinstance(tensor, nn.Parameter):
-                    memo[id(tensor)] = _without_data(tensor)
+                    memo[id(tensor)] = _empty(tensor, tensor.dtype)
         for module in model.modules():
             if unwrapped(module) is module:
                 made = memo[id(module)]
@@ -201,13 +201,17 @@ def _tables_of(module: nn.Module) -> list[_Table]:
     return [(t, {k: v for k, v in t.items() if isinstance(v, torch.Tensor)}) for t in tables]
 
 
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+def _empty(
+    tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | str = "meta"
+) -> torch.Tensor:
+    """A tensor of this kind, without its data."""
     if tensor.layout is torch.strided:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     else:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        made = torch.empty(tensor.shape, dtype=dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -283,23 +287,16 @@ class Fakes:
             self._held[found] = tensor
         return self._same.get(found, found)
 
-    def _empty(self, tensor: torch.Tensor | Absent, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         with self.mode:
-            if isinstance(tensor, Absent):
-                return torch.empty(tensor.shape, dtype=dtype, device=self.device)
-            made = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=dtype, device=self.device
-            )
-            if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(made, tensor.requires_grad)
-            return made.requires_grad_(tensor.requires_grad)
+            return _empty(tensor, dtype, self.device)
 
-    def fresh(self, given: Any) -> Any:
+    def fresh(self, given: torch.Tensor | Absent) -> torch.Tensor:
         """What a recorded forward has in the place of an argument."""
-        if isinstance(given, Absent) or (isinstance(given, torch.Tensor) and not has_data([given])):
+        if isinstance(given, Absent):
+            given = torch.empty(given.shape, dtype=given.dtype, device="meta")
+        if not has_data([given]):
             return self._empty(given, given.dtype)
-        if not isinstance(given, torch.Tensor):
-            return given
         return given.detach().clone().requires_grad_(given.requires_grad)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
