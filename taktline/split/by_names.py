@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import (
     Call,
     arguments_of,
+    arguments_of_forward,
     device_of,
     key_of,
-    tensors_in,
     without_cache,
     without_padding,
 )
@@ -68,7 +67,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
         refuse("cuts", _CUTS, cuts, PartitionError)
     starts = _checked(model, given)
     call = None if example is None else as_call(model, example)
-    cut = CutModel(EmptyModel(model, starts), starts, arguments_of_forward(model))
+    cut = CutModel(EmptyModel(model, starts), starts)
     return stages_of(model, cut, call)
 
 
@@ -81,11 +80,6 @@ def stages_of(
     cut.homes = _homes_by_definition(cut) if known is None else _homes_by_use(cut, known)
     modules = [make_stage(model, cut, stage) for stage in range(cut.stages)]
     return Pieces(modules, cuts=map(str, cut.cuts), model=model)
-
-
-def arguments_of_forward(model: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments of a model."""
-    return tuple(signature(type(model).forward).parameters)[1:]
 
 
 def _learned(
@@ -158,14 +152,7 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> list[Cut]:
 def as_call(model: nn.Module, example: Any) -> Call:
     """An example as the arguments of a call, on the device of the model, without a cache."""
     args, kwargs = arguments_of(example)
-    for tensor in tensors_in((args, kwargs)):
-        if tensor.is_nested:
-            layout = str(tensor.layout).removeprefix("torch.")
-            raise PartitionError(
-                f"the example has a nested tensor ({layout}), which cannot go from stage to stage; "
-                "pass its values() and offsets()"
-            )
-    call = args, without_cache(arguments_of_forward(model)[len(args) :], kwargs)
+    call = args, without_cache(arguments_of_forward(type(model))[len(args) :], kwargs)
     config = getattr(model, "config", None)
     if call[1] is not kwargs and getattr(config, "is_encoder_decoder", False):
         _log.warning(
@@ -195,8 +182,14 @@ def _homes_by_use(cut: CutModel, known: list[StageProgram]) -> dict[str, frozens
         # A unit that is never called has a state, too: it goes with the one before it.
         stage = min(used.setdefault(name, {stage}))
     written = {memory for step in record.steps for memory in step.writes}
+    in_one = {
+        name
+        for state in record.states
+        if state.is_parameter or state.memory in written
+        for name in state.names
+    }
     for name in cut.empty.own:
-        if name in record.is_parameter or record.state_memory[name] in written:
+        if name in in_one:
             used.setdefault(name, {0})
         else:
             used[name] = set(range(cut.stages))

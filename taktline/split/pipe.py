@@ -23,7 +23,7 @@ from taktline.checks import check, check_callable, known_keywords
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.arguments import Args, Call, Kwargs, Value, parts_in
-from taktline.split.by_names import arguments_of_forward, as_call, stages_of, without_compiler
+from taktline.split.by_names import as_call, stages_of, without_compiler
 from taktline.split.cut import Cut, Record, Step, StepKind
 from taktline.split.on_meta import materialise
 from taktline.split.record import record_twice, recording
@@ -214,8 +214,7 @@ def pipeline(
             break
         opened |= record.marked_units
     starts = partial(_starts, empty, points, split_policy)
-    cut = CutModel(empty, (), arguments_of_forward(model), starts)
-    stages = list(stages_of(model, cut, call, record))
+    stages = list(stages_of(model, CutModel(empty, (), starts), call, record))
     if len(stages) == 1 and split_spec is None:
         raise PartitionError(
             "no split point: pass split_spec, let split_policy put pipe_split() between the steps "

@@ -24,8 +24,9 @@ from taktline.errors import PartitionError, TorchVersionError
 from taktline.private import missing, private
 from taktline.side_values import SideValues, add_loss, side_values
 from taktline.split.arguments import (
-    Absent,
     Call,
+    State,
+    Value,
     device_of,
     filled,
     mapped,
@@ -62,12 +63,10 @@ def record_twice(
         with _seeded(attempt) as has_drawn:
             try:
                 made = _record(empty, call, device, Fakes(device, types, min(attempt, 1)))
-            except PartitionError:
-                raise
-            except Exception:
-                if attempt:  # it may not like zeros
+            except Exception as error:
+                if attempt or isinstance(error, PartitionError):
                     raise
-                continue
+                continue  # some units cannot run on zeros
             wanted = 3 if has_drawn() else 1  # a choice may be the same by chance
         after = _state_of(empty)
         lines = hash(tuple((step.kind, step.line) for step in made.steps))
@@ -129,6 +128,8 @@ def _comparable(nested: Any) -> list[Any]:
 def _comparable_leaf(part: Any) -> Any:
     if isinstance(part, torch.Tensor) and has_data([part]):
         return part.shape, repr(part.to_dense().tolist())
+    if isinstance(part, (Value, State)):
+        return part.number if isinstance(part, Value) else part.names
     return repr(part) if isinstance(part, _CONSTANTS) else type(part)
 
 
@@ -174,11 +175,7 @@ def _record(empty: EmptyModel, call: Call, device: torch.device, fakes: Fakes) -
     ):
         recorder = Recorder(empty, fakes, tuple(dict.fromkeys(("cpu", device.type))))
         made, held = recorder.record, _held_tensors(empty)
-        args, kwargs = pytree.tree_map(
-            lambda leaf: filled(mapped(leaf, fakes.fresh), {}),  # leaves may be objects
-            call,
-            is_leaf=lambda part: isinstance(part, Absent),
-        )
+        args, kwargs = filled(mapped(call, fakes.fresh), {})
         made.given = mapped(
             (args, kwargs), lambda tensor: recorder.value(tensor, "an argument of the model")
         )
@@ -239,9 +236,9 @@ def _held_tensors(empty: EmptyModel) -> dict[str, torch.Tensor]:
 def _require_kept(empty: EmptyModel, recorder: Recorder, held: dict[str, torch.Tensor]) -> None:
     """Raise if the forward uses a tensor of the model, and keeps another one for the next call."""
     after = _held_tensors(empty)
-    states = {state.name for step in recorder.record.steps for state in step.states}
+    used = {name for s in recorder.record.steps for state in s.states for name in state.names}
     for name, tensor in held.items():
-        is_used = name in states or id(tensor) in recorder.constants
+        is_used = name in used or id(tensor) in recorder.constants
         if is_used and after.get(name) is not tensor:
             raise PartitionError(
                 f"the forward of {empty.kind.__name__} uses its attribute {name!r}, and sets it "

@@ -25,6 +25,7 @@ from taktline.split.arguments import (
     Path,
     State,
     Value,
+    arguments_of_forward,
     at_path,
     filled,
     key_of,
@@ -74,10 +75,9 @@ class StageProgram:
         self._is_last = rest is None
         self._given = parts_in(record.given, Value)
         given = list(enumerate(self._given))
-        self._taken = [(value, at) for at, value in given if value in plan.taken]
-        self._dropped = [(at, Absent(*record.metas[v])) for at, v in given if v not in (rest or ())]
+        self._dropped = [(at, value.absent) for at, value in given if value not in (rest or ())]
         written = {memory for step in record.steps for memory in step.writes}
-        self._changed = [at for at, value in given if record.memory[value] in written]
+        self._changed = [at for at, value in given if value.memory in written]
         self._result_states = parts_in(record.result, State) if self._is_last else []
         result = parts_in(record.result, Value) if self._is_last else ()
         self._needed_later = {*plan.sent, *result}
@@ -94,7 +94,7 @@ class StageProgram:
 
     @cached_property
     def _guards(self) -> list[Run]:
-        return self._prepared(self.plan.guards, set(self.record.metas))  # lets go of nothing
+        return self._prepared(self.plan.guards, set(self.record.values))  # lets go of nothing
 
     def holds(self, stage: nn.Module, tensors: list[Any], received: tuple[Any, ...]) -> bool:
         """Whether the forward reads the same numbers from these arguments."""
@@ -127,9 +127,8 @@ class StageProgram:
         return (sent, *call)
 
     def _run(self, runs: list[Run], stage: nn.Module, received: Any, tensors: list[Any]) -> Values:
-        values = dict(zip(self.plan.received, received, strict=False))
-        for value, at in self._taken:
-            values[value] = tensors[at]
+        values = dict(zip(self._given, tensors, strict=True))
+        values.update(zip(self.plan.received, received, strict=False))
         for value in self.plan.copied:
             if value in values:
                 values[value] = values[value].clone()
@@ -140,7 +139,7 @@ class StageProgram:
     def _find_states(self, states: Sequence[State], values: Values, stage: nn.Module) -> None:
         """Find parameters and buffers; a tied one has one of its names in this stage."""
         for state in states:
-            for name in self.record.aliases[state.name]:
+            for name in state.names:
                 path, _, last = name.rpartition(".")
                 with suppress(AttributeError):
                     values[state] = getattr(stage.get_submodule(path), last)
@@ -353,7 +352,6 @@ class CutModel:
     Args:
         empty: the model without data.
         cuts: the calls of units with which stages begin, from the second on.
-        arguments: the names of the arguments of the model's forward.
         starts: finds the steps with which stages begin, instead of cuts.
     """
 
@@ -361,10 +359,10 @@ class CutModel:
         self,
         empty: EmptyModel,
         cuts: Sequence[Cut],
-        arguments: Sequence[str],
         starts: Callable[[Record], list[int]] | None = None,
     ) -> None:
-        self.empty, self.cuts, self.arguments = empty, tuple(cuts), tuple(arguments)
+        self.empty, self.cuts = empty, tuple(cuts)
+        self.arguments = arguments_of_forward(empty.kind)
         self.starts = starts or partial(starts_of, cuts=self.cuts, name=empty.kind.__name__)
         self.homes: dict[str, frozenset[int]] = {}
         """The stages that have each unit, and each parameter that the forward itself uses."""
@@ -566,23 +564,20 @@ def _holder(model: nn.Module, made: nn.Module, path: str) -> nn.Module:
 
 def crossings_of(stage_module: nn.Module) -> list[str]:
     """Names of the tensors that a stage hands to the next one besides the model's arguments."""
-    first = _first_of(stage_module)
-    if first is None:
-        return []
-    program = first[vars(stage_module)["_stage"]]
-    return [program.record.names[value] for value in program.plan.sent]
+    programs = _programs_of(stage_module)
+    sent = programs[vars(stage_module)["_stage"]].plan.sent if programs else ()
+    return [value.name for value in sent]
 
 
 def has_dynamic_shapes(stage_module: nn.Module) -> bool:
     """Whether the shapes of tensors between stages depend on data, as far as a call has shown."""
-    first = _first_of(stage_module)
-    if first is None:
-        return False
-    return any(not program.record.sized.isdisjoint(program.plan.sent) for program in first)
+    programs = _programs_of(stage_module)
+    return any(not program.record.sized.isdisjoint(program.plan.sent) for program in programs)
 
 
-def _first_of(stage_module: nn.Module) -> list[StageProgram] | None:
-    return stage_module._cut.first if isinstance(stage_module, RecordedStage) else None
+def _programs_of(stage_module: nn.Module) -> list[StageProgram]:
+    """Those of the first call."""
+    return (isinstance(stage_module, RecordedStage) and stage_module._cut.first) or []
 
 
 def model_of(stage_module: nn.Module) -> nn.Module | None:

@@ -11,7 +11,7 @@ of the record. Another run, with generators in another state, has another consta
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from taktline.errors import PartitionError
 from taktline.split.arguments import (
+    Absent,
     Args,
     Call,
     Kwargs,
@@ -104,11 +105,15 @@ class Recorder(TorchFunctionMode):
         ]
         self.kept: list[Any] = [tensor for _, tensor in named]
         """Those whose ids are noted, which others must not get."""
-        self.states: dict[int, State] = {}
-        aliases: dict[str, tuple[str, ...]] = {}
+        names = defaultdict[int, list[str]](list)
         for name, tensor in named:
-            first = self.states.setdefault(id(tensor), State(name)).name
-            aliases[first] = (*aliases.get(first, ()), name)
+            names[id(tensor)].append(name)
+        self.states = {
+            id(tensor): State(
+                tuple(names[id(tensor)]), fakes.memory(tensor), name in empty.parameters
+            )
+            for name, tensor in named
+        }
         self.unit_names = {id(module): name for name, module in reversed(empty.modules.items())}
         self.module_names = {id(module): name for name, module in empty.model.named_modules()}
         self.inner_names: dict[int, str] = {}
@@ -122,11 +127,7 @@ class Recorder(TorchFunctionMode):
             steps=[],
             result=None,
             modes=Modes.now(devices),
-            memory={},
-            state_memory={name: fakes.memory(tensor) for name, tensor in named},
-            aliases=aliases,
-            is_parameter=empty.parameters,
-            names={},
+            states=list(self.states.values()),
         )
 
     @property
@@ -174,11 +175,11 @@ class Recorder(TorchFunctionMode):
     def value(self, tensor: torch.Tensor, name: str) -> Value:
         """The value of a tensor, which may be new."""
         if id(tensor) not in self.values:
-            made = self.values[id(tensor)] = Value(len(self.values))
+            absent = Absent(tuple(tensor.shape), tensor.dtype)
+            made = Value(len(self.values), name, self.fakes.memory(tensor), absent)
+            self.values[id(tensor)] = made
+            self.record.values.append(made)
             self.kept.append(tensor)
-            self.record.memory[made] = self.fakes.memory(tensor)
-            self.record.names[made] = name
-            self.record.metas[made] = (tuple(tensor.shape), tensor.dtype)
         return self.values[id(tensor)]
 
     def known(self, tensor: torch.Tensor) -> Value | State | None:
@@ -278,8 +279,7 @@ class Recorder(TorchFunctionMode):
         draws = had_data and self.random_state != self._random_state()
         step.draws = draws or name in _EFFECTS or own is not None
         if name in _STATISTICS:
-            names = {state.name for state in step.states} - self.empty.parameters
-            writes |= {self.record.state_memory[name] for name in names}
+            writes |= {state.memory for state in step.states if not state.is_parameter}
         self._note_writes(step, given, writes)
         self._note_outputs(step, output, f"{name} ({step.line})")
         is_free = not step.draws and self.unknown.isdisjoint(step.reads)
@@ -306,8 +306,8 @@ class Recorder(TorchFunctionMode):
 
     def _note_writes(self, step: Step, given: list[torch.Tensor], writes: set[int]) -> None:
         """Note the memory that a step changes; raise if that is of no value."""
-        record = self.record
-        step.writes = frozenset(writes & {*record.memory.values(), *record.state_memory.values()})
+        named = (*self.record.values, *self.record.states)
+        step.writes = frozenset(writes.intersection(each.memory for each in named))
         for tensor in given if writes else ():
             if id(tensor) in self.constants and self.fakes.memory(tensor) in writes:
                 if isinstance(tensor, nn.Parameter):
@@ -346,17 +346,17 @@ class Recorder(TorchFunctionMode):
     def module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module; if it is a unit, record it."""
         begin = len(self.record.steps)
-        is_unit = self.is_recording and id(module) in self.unit_names
-        if is_unit:
-            with self._inside((args, kwargs), self.unit_names[id(module)]):
-                output = self._unit(module, partial(call, module), (args, kwargs))
+        unit = self.unit_names.get(id(module)) if self.is_recording else None
+        if unit is not None:
+            with self._inside((args, kwargs), unit):
+                output = self._unit(module, unit, partial(call, module), (args, kwargs))
         else:
             output = call(module, *args, **kwargs)
         # Each call once, also if its class has a __call__ of its own.
         name = self.module_names.get(id(module))
         if name is None or threading.get_ident() != self.thread:
             return output
-        if not self.is_inside and (is_unit or call is _CALL):
+        if not self.is_inside and (unit is not None or call is _CALL):
             self.record.spans.append((name, begin, len(self.record.steps)))
         if call is _CALL:
             self.record.runs[name] += 1
@@ -364,8 +364,8 @@ class Recorder(TorchFunctionMode):
                 self._note_inner(path, output)
         return output
 
-    def _unit(self, module: nn.Module, call: Callable[..., Any], given: Call) -> Any:
-        record, name = self.record, self.unit_names[id(module)]
+    def _unit(self, module: nn.Module, name: str, call: Callable[..., Any], given: Call) -> Any:
+        record = self.record
         require_no_modules(given)
         for (path, key), value in _attributes_in(module).items():
             if self.attributes[name].get((path, key)) != value:
@@ -414,16 +414,15 @@ class Recorder(TorchFunctionMode):
         found = self.known(tensor)
         if found is None or found in own or id(tensor) in self.shared:
             return
-        what = found.name if isinstance(found, State) else self.record.names[found]
-        if isinstance(found, State):
-            names = self.record.aliases[found.name]
-            is_buffer = found.name not in self.empty.parameters  # which each stage has
-            if is_buffer or any(each.startswith(f"{name}.") for each in names):
-                return
+        if isinstance(found, State) and (
+            not found.is_parameter  # each stage has the buffers
+            or any(each.startswith(f"{name}.") for each in found.names)
+        ):
+            return
         self.refuse(
             f"computes in {name!r} with a tensor that the forward has made, or that is of another "
-            f"module ({what}), but which is not among the arguments of that submodule; pass it on "
-            "as an argument"
+            f"module ({found.name}), but which is not among the arguments of that submodule; pass "
+            "it on as an argument"
         )
 
     def _watch_hooks(self, unit: nn.Module) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from taktline.split.arguments import (
     Absent,
     Call,
     all_tensors,
+    arguments_of_forward,
     disable_cache,
     filled,
     mapped,
@@ -95,7 +95,7 @@ class EmptyModel:
                 made.__dict__["_compiled_call_impl"] = None
         self.model: nn.Module = memo[id(model)]
         self.modules = {name: self.model.get_submodule(name) for name in units}
-        if "use_cache" not in signature(self.kind.forward).parameters:
+        if "use_cache" not in arguments_of_forward(self.kind):
             for part in self.model.modules():
                 disable_cache(part)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -231,7 +231,7 @@ _DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", _WHAT)
 _is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor", _WHAT, otherwise=None)
 
 
-_READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+_READ_NUMBER = "_local_scalar_dense.default"
 
 
 class Types(NamedTuple):
@@ -314,11 +314,6 @@ class Fakes:
         if is_fake(tensor):
             return tensor
         if id(tensor) not in self._fakes:
-            if tensor.is_nested:
-                raise PartitionError(
-                    "a nested tensor cannot go from stage to stage; return its values() and "
-                    "offsets()"
-                )
             with _with_data():
                 fake = self.mode.from_tensor(tensor.detach())
             self._fakes[id(tensor)] = fake, tensor
@@ -415,7 +410,8 @@ class _Watch(_DispatchMode):
         if self._uses is not None:
             for tensor in _tensors_of(args):
                 self._uses(tensor)
-        if func is _READ_NUMBER and self._number is not None and has_data(args):
+        is_read = getattr(func, "__name__", "") == _READ_NUMBER
+        if is_read and self._number is not None and self._fakes.have_data(args):
             with _with_data():
                 return self._number(args[0])
         schema = getattr(func, "_schema", None)

@@ -95,7 +95,7 @@ def _unpacked(
             f"stage {stage} takes {counted(len(needed), 'tensor')} of stage {stage - 1}, and got "
             f"{len(tensors)}; pass what that stage of the same model returns"
         )
-    values = {value: Absent(*record.metas[value]) for value in given}
+    values = {value: value.absent for value in given}
     values |= dict(zip(needed, tensors, strict=True))
     return tuple(tensors[: len(plan.received)]), filled(record.given, values)
 
