@@ -16,8 +16,9 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from inspect import signature
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,24 +32,39 @@ Path = tuple[tuple[bool, Any], ...]
 """The place of a part: for each container around it the key, and whether that is an attribute."""
 
 
-class Value(NamedTuple):
-    """A tensor of the forward: an argument of the model, or what a step makes."""
-
-    number: int
-
-
-class State(NamedTuple):
-    """A parameter or buffer of the model that the forward itself uses."""
-
-    name: str
-
-
 @dataclass(frozen=True, slots=True)
 class Absent:
     """Sent instead of an argument of the model whose data no later stage needs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """A tensor of the forward: an argument of the model, or what a step makes."""
+
+    number: int
+    name: str
+    """How to call it in a message."""
+    memory: int
+    """That of its views, too."""
+    absent: Absent
+
+
+@dataclass(eq=False, slots=True)
+class State:
+    """A parameter or buffer of the model."""
+
+    names: tuple[str, ...]
+    """All that the model has for it, if it is tied."""
+    memory: int
+    is_parameter: bool
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
 
 
 pytree.register_own(
@@ -85,7 +101,7 @@ _MADE_ANEW = (tuple, list, dict, slice, defaultdict, deque, OrderedDict)
 """What is made in each call, also if it is empty, since a unit may add to it."""
 _NO_OBJECTS = (
     *(type(None), bool, int, float, complex, str, bytes, type, dict, list, tuple, deque),
-    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType, Absent, Node),
+    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType, Absent, Value, State),
     *(nn.Module, torch.Tensor, torch.Generator),
 )
 _NOT_OF_USERS = ("torch", "builtins", "functools", "enum", "pathlib")
@@ -152,9 +168,11 @@ def mapped(
     Objects and containers of pytree are left as they are if there are no tensors in them, unless
     their ids are ``opened``.
     """
+    kind, children, made = type(value), children_of(value), {} if made is None else made
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        raise _refused(kind, "cannot go from stage to stage; pass its values() and offsets()")
     if isinstance(value, _LEAVES):
         return change(value)
-    kind, children, made = type(value), children_of(value), {} if made is None else made
     if isinstance(value, Iterator):
         raise _refused(kind, "is used up by a call, and stages make theirs anew; pass a list")
     is_open = kind in _MADE_ANEW or id(value) in opened
@@ -244,10 +262,6 @@ def arguments_of(example: Any) -> Call:
                 "example must be a tuple of arguments, a dict of keyword arguments, or (args, "
                 f"kwargs), not {type(example).__name__}"
             )
-    if unnamed := [key for key in kwargs if not isinstance(key, str)]:
-        raise PartitionError(
-            f"example has the keyword {unnamed[0]!r}, which is not a name; pass names of arguments"
-        )
     try:
         tensors_in((args, kwargs))
     except RecursionError:
@@ -256,6 +270,11 @@ def arguments_of(example: Any) -> Call:
             "make it"
         ) from None
     return args, kwargs
+
+
+def arguments_of_forward(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The names of the arguments of a kind of model."""
+    return tuple(signature(kind.forward).parameters)[1:]
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -273,27 +292,15 @@ _CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
 
 
 def key_of(value: Any, tensors: list[Any]) -> Any:
-    """All that a forward can see of an argument without its data; adds the tensors in it to a list.
-
-    Without pytree where possible: this runs in each call.
-    """
+    """All that a forward can see of an argument without its data; lists the tensors in it."""
     kind = type(value)
     if kind is torch.Tensor or isinstance(value, _LEAVES):
         tensors.append(value)
         return (value.shape, value.dtype)
-    if kind is tuple or kind is list:
-        return (kind, *[key_of(part, tensors) for part in value])
-    if kind is dict:
-        return (kind, *[(key, key_of(part, tensors)) for key, part in value.items()])
     if value is None or isinstance(value, _CONSTANTS):
         return (kind, value)
-    if kind is slice:
-        return (kind, key_of((value.start, value.stop, value.step), tensors))
-    if is_object(value) and kind not in pytree.SUPPORTED_NODES:
-        return (kind, key_of(attributes_of(value), tensors))
-    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: type(part) is Absent)
-    if not spec.is_leaf():
-        return (spec, *[key_of(leaf, tensors) for leaf in leaves])
+    if (children := children_of(value)) is not None:
+        return (kind, *[(key, key_of(part, tensors)) for key, part in children])
     try:
         hash(value)
     except TypeError as error:

@@ -15,12 +15,7 @@ from taktline.checks import check, known_keywords
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.arguments import Call
-from taktline.split.by_names import (
-    arguments_of_forward,
-    as_call,
-    stages_of,
-    without_compiler,
-)
+from taktline.split.by_names import as_call, stages_of, without_compiler
 from taktline.split.costs import Measure, measure_times
 from taktline.split.cut import Cut, Record, StepPlacement, starts_of
 from taktline.split.record import record_twice
@@ -104,7 +99,7 @@ def divide(
     partition = balance(next(sums), n, memory=next(sums), limits=limits)
     stages = [list(chain(*groups[layers])) for layers in partition.slices]
     cuts = [calls[0] for calls in stages[1:]]
-    pieces = stages_of(model, CutModel(empty, cuts, arguments_of_forward(model)), call, record)
+    pieces = stages_of(model, CutModel(empty, cuts), call, record)
     # A module that a stage calls several times takes its memory once.
     once = [sum({cut.unit: memory[cut] for cut in calls}.values()) for calls in stages]
     unit = "operations" if measure is None else "milliseconds"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import torch
@@ -17,15 +16,15 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import (
     Call,
     arguments_of,
+    arguments_of_forward,
     device_of,
     key_of,
-    tensors_in,
     without_cache,
     without_padding,
 )
 from taktline.split.cut import Cut, Record
 from taktline.split.record import record_twice
-from taktline.split.recorded_stage import CutModel, Known, key_of_kind, make_stage
+from taktline.split.recorded_stage import CutModel, StageProgram, key_of_kind, make_stage
 from taktline.split.stages import Pieces
 from taktline.split.without_data import EmptyModel
 from taktline.stage.names import unwrapped
@@ -68,7 +67,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
         refuse("cuts", _CUTS, cuts, PartitionError)
     starts = _checked(model, given)
     call = None if example is None else as_call(model, example)
-    cut = CutModel(EmptyModel(model, starts), starts, arguments_of_forward(model))
+    cut = CutModel(EmptyModel(model, starts), starts)
     return stages_of(model, cut, call)
 
 
@@ -83,12 +82,9 @@ def stages_of(
     return Pieces(modules, cuts=map(str, cut.cuts), model=model)
 
 
-def arguments_of_forward(model: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments of a model."""
-    return tuple(signature(type(model).forward).parameters)[1:]
-
-
-def _learned(cut: CutModel, model: nn.Module, call: Call, record: Record | None = None) -> Known:
+def _learned(
+    cut: CutModel, model: nn.Module, call: Call, record: Record | None = None
+) -> list[StageProgram]:
     """The recorded forward of an example."""
     with torch.enable_grad(), torch.inference_mode(False):
         key = key_of_kind(key_of(call, []), model.training, device_of(call), None)
@@ -97,7 +93,7 @@ def _learned(cut: CutModel, model: nn.Module, call: Call, record: Record | None 
     return known
 
 
-def _dummy_inputs(cut: CutModel, model: nn.Module) -> Known | None:
+def _dummy_inputs(cut: CutModel, model: nn.Module) -> list[StageProgram] | None:
     """The recorded forward of the example of a Hugging Face model; None if there is none."""
     dummies = getattr(model, "dummy_inputs", None)
     if not isinstance(dummies, dict):
@@ -156,14 +152,7 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> list[Cut]:
 def as_call(model: nn.Module, example: Any) -> Call:
     """An example as the arguments of a call, on the device of the model, without a cache."""
     args, kwargs = arguments_of(example)
-    for tensor in tensors_in((args, kwargs)):
-        if tensor.is_nested:
-            layout = str(tensor.layout).removeprefix("torch.")
-            raise PartitionError(
-                f"the example has a nested tensor ({layout}), which cannot go from stage to stage; "
-                "pass its values() and offsets()"
-            )
-    call = args, without_cache(arguments_of_forward(model)[len(args) :], kwargs)
+    call = args, without_cache(arguments_of_forward(type(model))[len(args) :], kwargs)
     config = getattr(model, "config", None)
     if call[1] is not kwargs and getattr(config, "is_encoder_decoder", False):
         _log.warning(
@@ -182,20 +171,25 @@ def as_call(model: nn.Module, example: Any) -> Call:
     return pytree.tree_map_only(torch.Tensor, moved, call)
 
 
-def _homes_by_use(cut: CutModel, known: Known) -> dict[str, frozenset[int]]:
+def _homes_by_use(cut: CutModel, known: list[StageProgram]) -> dict[str, frozenset[int]]:
     """The stages that use each unit and each tensor."""
-    record, plans = known.record, known.plans
-    used: dict[str, set[int]] = defaultdict(set)
-    for stage, plan in enumerate(plans):
-        for name in (*plan.units, *plan.states(record, is_last=stage == len(plans) - 1)):
+    record, used = known[0].record, defaultdict[str, set[int]](set)
+    for stage, program in enumerate(known):
+        for name in program.uses:
             used[name].add(stage)
     stage = 0
     for name in cut.empty.modules:
         # A unit that is never called has a state, too: it goes with the one before it.
         stage = min(used.setdefault(name, {stage}))
     written = {memory for step in record.steps for memory in step.writes}
+    in_one = {
+        name
+        for state in record.states
+        if state.is_parameter or state.memory in written
+        for name in state.names
+    }
     for name in cut.empty.own:
-        if name in record.is_parameter or record.state_memory[name] in written:
+        if name in in_one:
             used.setdefault(name, {0})
         else:
             used[name] = set(range(cut.stages))

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -116,22 +116,11 @@ class CheckpointRegion(NamedTuple):
     preserves_rng: bool
 
 
-class Root(Enum):
-    """Where a step may leave a tensor."""
-
-    OUTPUT = "output"
-    ARGUMENTS = "arguments"
-    ATTRIBUTES = "attributes"
-    """Those of a module inside of the unit."""
-    INNER_OUTPUT = "inner output"
-    """What a module inside of the unit returns."""
-
-
 class Place(NamedTuple):
     """Where a step leaves a tensor: a path from a root."""
 
     path: Path
-    root: Root = Root.OUTPUT
+    root: Literal["output", "arguments", "attributes", "inner output"] = "output"
     module: str = ""
     """The module inside of the unit, for the last two roots."""
     call: int = 0
@@ -188,20 +177,10 @@ class Record:
     result: Any
     modes: Modes
     """Those in which the forward was called."""
-    memory: dict[Value, int]
-    """The memory in which each value lies; views of a value lie in the same."""
-    state_memory: dict[str, int]
-    """The memory of all parameters and buffers."""
-    aliases: dict[str, tuple[str, ...]]
-    """Of a tied parameter: all names that the model has for it."""
-    is_parameter: Container[str]
-    """The names of parameters."""
-    names: dict[Value, str]
-    """How to call a value in a message."""
+    states: list[State]
+    values: list[Value] = field(default_factory=list)
     sized: set[Value] = field(default_factory=set)
     """The values whose sizes depend on data."""
-    metas: dict[Value, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
-    """The shape and type of each value."""
     costs: dict[Cut, int] = field(default_factory=dict)
     """What each call of a unit costs, in the order of the calls."""
     runs: Counter[str] = field(default_factory=Counter)
@@ -227,8 +206,6 @@ class StagePlan:
     """The values that come from the stage before."""
     sent: tuple[Value, ...]
     """The values that go to the next stage."""
-    taken: frozenset[Value]
-    """The arguments of the model that this stage needs."""
     arguments: frozenset[Value]
     """The arguments of the model that this stage or a later one gets."""
     copied: frozenset[Value]
@@ -240,13 +217,6 @@ class StagePlan:
     def units(self) -> dict[str, None]:
         """The units that the stage calls."""
         return {step.target: None for step in self.steps if step.kind is StepKind.UNIT}
-
-    def states(self, record: Record, *, is_last: bool) -> dict[str, None]:
-        """The parameters and buffers that the stage itself uses."""
-        found = {s.name: None for step in (*self.guards, *self.steps) for s in step.states}
-        if is_last:
-            found |= {state.name: None for state in parts_in(record.result, State)}
-        return found
 
 
 class StepPlacement:
@@ -267,7 +237,7 @@ class StepPlacement:
             for value in step.places:
                 self.homes.setdefault(value, stage)
         self.writes = {memory: step for step in record.steps for memory in step.writes}
-        self.changed = {n: m for n, m in record.state_memory.items() if m in self.writes}
+        self.changed = [state for state in record.states if state.memory in self.writes]
         self.free, self.bound = self._find_free()
         self._require_one_stage_for_changes()
 
@@ -275,16 +245,14 @@ class StepPlacement:
         """The steps that depend on the arguments alone, and the values that do not."""
         record, pinned = self.record, set[int]()
         while True:
-            bound = {value for value, memory in record.memory.items() if memory in pinned}
+            bound = {value for value in record.values if value.memory in pinned}
             free, made, before = set[Step](), set(self.given), len(pinned)
             for step in record.steps:
-                states = {state.name for state in step.states}
                 if (
                     step.kind is not StepKind.UNIT
                     and not step.draws
                     and bound.isdisjoint((*step.reads, *step.places))
-                    and not any(name in record.is_parameter for name in states)
-                    and states.isdisjoint(self.changed)
+                    and not any(s.is_parameter or s in self.changed for s in step.states)
                 ):
                     free.add(step)
                 else:
@@ -298,18 +266,16 @@ class StepPlacement:
         """Raise if a buffer or parameter is changed by one stage and used by another."""
         uses = defaultdict[int, set[int]](set)
         for step, stage in self.at.items() if self.changed else ():
-            states = {state.name for state in step.states}
-            viewed = {self.record.memory[value] for value in step.reads}
+            used = {each.memory for each in (*step.reads, *step.states)}
             unit = f"{step.target}." if step.kind is StepKind.UNIT else "?"
-            for name, memory in self.changed.items():
-                if name in states or memory in viewed or name.startswith(unit):
-                    uses[memory].add(stage)
-        for name, memory in self.changed.items():
-            if len(uses[memory]) > 1:
+            for state in self.changed:
+                if state.memory in used or any(name.startswith(unit) for name in state.names):
+                    uses[state.memory].add(stage)
+        for state in self.changed:
+            if len(stages := sorted(uses[state.memory])) > 1:
                 raise PartitionError(
-                    f"{self.writes[memory].line} changes {name!r}, which stages "
-                    f"{sorted(uses[memory])} use; cut the model so that one stage has all uses "
-                    "of it"
+                    f"{self.writes[state.memory].line} changes {state.name!r}, which stages "
+                    f"{stages} use; cut the model so that one stage has all uses of it"
                 )
 
     def plans(self) -> list[StagePlan]:
@@ -317,20 +283,18 @@ class StepPlacement:
         reads = [step for step in self.at if step in self.free]
         guards, needed = self._needed(reads, set(), lambda step: step.kind is StepKind.READ)
         arguments = needed & self.given
-        needed = set(parts_in(self.record.result, Value))
+        needed, received = set(parts_in(self.record.result, Value)), tuple[Value, ...]()
         found: list[StagePlan] = []
         for stage in reversed(range(self.stages)):
-            sent = tuple(sorted(needed)) if found else ()
+            sent = received if found else ()
             own = [s for s, at in self.at.items() if at == stage or (at < stage and s in self.free)]
             steps, needed = self._needed(own, needed, self._must_run)
             arguments |= (needed & self.given) - self.bound
             crossing = {v for v in needed & self.bound if self.homes[v] < stage}
-            received = tuple(sorted(crossing))
-            taken = frozenset(arguments | (needed & self.given if stage == 0 else set()))
-            copied = self._copied(steps, {*received, *taken}, stage)
-            found.append(
-                StagePlan(steps, received, sent, taken, frozenset(arguments), copied, guards)
-            )
+            received = tuple(sorted(crossing, key=lambda value: value.number))
+            given = self.given if stage == 0 else arguments
+            copied = self._copied(steps, {*received, *given}, stage)
+            found.append(StagePlan(steps, received, sent, frozenset(arguments), copied, guards))
             needed = crossing
         return found[::-1]
 
@@ -343,12 +307,12 @@ class StepPlacement:
         self, steps: Sequence[Step], needed: set[Value], must_run: Callable[[Step], bool]
     ) -> tuple[list[Step], set[Value]]:
         """Those of some steps that run, if later ones need these values; and all values needed."""
-        needed, own, memory = set(needed), list[Step](), self.record.memory
+        needed, own = set(needed), list[Step]()
         for step in reversed(steps):
             if (
                 must_run(step)
                 or not needed.isdisjoint(step.places)
-                or any(memory[value] in step.writes for value in needed)
+                or any(value.memory in step.writes for value in needed)
             ):
                 own.append(step)
                 needed.update(step.reads)
@@ -356,15 +320,14 @@ class StepPlacement:
 
     def _copied(self, steps: Sequence[Step], given: set[Value], stage: int) -> frozenset[Value]:
         """The values that a stage must copy before it changes them in place."""
-        memory = self.record.memory
         writes = {place: step for step in steps for place in step.writes}
         copied: dict[int, Value] = {}
         for value in given:
-            step = writes.get(memory[value])
-            if step is not None and copied.setdefault(memory[value], value) != value:
+            step = writes.get(value.memory)
+            if step is not None and copied.setdefault(value.memory, value) is not value:
                 raise PartitionError(
                     f"{step.line} changes a value in place in stage {stage}, which gets it from "
-                    f"stage {stage - 1} together with a view of it ({self.record.names[value]}); "
+                    f"stage {stage - 1} together with a view of it ({value.name}); "
                     "change a copy (x.clone()), or cut the model elsewhere"
                 )
         return frozenset(copied.values())

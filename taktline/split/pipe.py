@@ -23,7 +23,7 @@ from taktline.checks import check, check_callable, known_keywords
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.arguments import Args, Call, Kwargs, Value, parts_in
-from taktline.split.by_names import arguments_of_forward, as_call, stages_of, without_compiler
+from taktline.split.by_names import as_call, stages_of, without_compiler
 from taktline.split.cut import Cut, Record, Step, StepKind
 from taktline.split.on_meta import materialise
 from taktline.split.record import record_twice, recording
@@ -133,9 +133,9 @@ class Pipe(nn.Module):
         """Print which stage calls which, and the steps of each stage."""
         self.split_gm.print_readable()
         for stage in range(self.num_stages):
-            known = vars(self.get_stage_module(stage))["_cut"].first
+            programs = vars(self.get_stage_module(stage))["_cut"].first
             print(f"submod_pp_{stage}:")
-            for step in known.plans[stage].steps:
+            for step in programs[stage].plan.steps:
                 print(f"    {_called(step)}  # {step.line}")
 
     def __str__(self):
@@ -214,8 +214,7 @@ def pipeline(
             break
         opened |= record.marked_units
     starts = partial(_starts, empty, points, split_policy)
-    cut = CutModel(empty, (), arguments_of_forward(model), starts)
-    stages = list(stages_of(model, cut, call, record))
+    stages = list(stages_of(model, CutModel(empty, (), starts), call, record))
     if len(stages) == 1 and split_spec is None:
         raise PartitionError(
             "no split point: pass split_spec, let split_policy put pipe_split() between the steps "

@@ -24,9 +24,7 @@ from taktline.errors import PartitionError, TorchVersionError
 from taktline.private import missing, private
 from taktline.side_values import SideValues, add_loss, side_values
 from taktline.split.arguments import (
-    Absent,
     Call,
-    Node,
     State,
     Value,
     device_of,
@@ -36,13 +34,14 @@ from taktline.split.arguments import (
 )
 from taktline.split.cut import Record, Step, StepKind
 from taktline.split.recorder import OWN_OF_MODULES, Recorder
-from taktline.split.without_data import EmptyModel, Fakes, Types, joined, replaced
+from taktline.split.without_data import EmptyModel, Fakes, Types, has_data, joined, replaced
 
 _lock = threading.RLock()
 """One forward is recorded at a time: functions of torch are replaced meanwhile."""
-_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, slice, Enum)
-_DEPTH = 4
-"""How deep in the attributes of modules changes are found."""
+_CONSTANTS = (
+    *(bool, int, float, str, type, type(None), torch.dtype, torch.device, slice, Enum),
+    pytree.TreeSpec,
+)
 
 
 def record_twice(
@@ -59,9 +58,15 @@ def record_twice(
     device = device or device_of(call)
     device = torch.device("cpu") if device.type == "meta" else device
     difference, alike, last, before = "", 0, None, _state_of(empty)
+    empty.sizes.clear()
     for attempt in range(5):
         with _seeded(attempt) as has_drawn:
-            made = _record(empty, call, device, types)
+            try:
+                made = _record(empty, call, device, Fakes(device, types, min(attempt, 1)))
+            except Exception as error:
+                if attempt or isinstance(error, PartitionError):
+                    raise
+                continue  # some units cannot run on zeros
             wanted = 3 if has_drawn() else 1  # a choice may be the same by chance
         after = _state_of(empty)
         lines = hash(tuple((step.kind, step.line) for step in made.steps))
@@ -78,15 +83,15 @@ def record_twice(
     raise PartitionError(difference)
 
 
-def _change(empty: EmptyModel, before: dict[str, str], after: dict[str, str]) -> str:
+def _change(empty: EmptyModel, before: dict[str, Any], after: dict[str, Any]) -> str:
     """What has changed in the model; empty if nothing has."""
     changed = [name for name in after if before.get(name) != after[name]]
-    if not changed:
-        return ""
     return (
         f"the forward of {empty.kind.__name__} changes its attribute {changed[0]!r} in each "
         "call, which stages cannot follow; keep what changes in a buffer, and change it in "
         "place, or in a submodule that one stage runs"
+        if changed
+        else ""
     )
 
 
@@ -115,21 +120,17 @@ def _summary(step: Step) -> tuple[Any, ...]:
     return (name, modes, _comparable((step.args, step.kwargs, found)))
 
 
-def _comparable(template: Any) -> Any:
-    """The constants in a template, and values in their places."""
-    if isinstance(template, (Value, State)):
-        return template
-    if isinstance(template, torch.Tensor):
-        return (template.shape, repr(template.to_dense().tolist()))
-    if isinstance(template, _CONSTANTS):
-        return repr(template)
-    if isinstance(template, Node):
-        return (template.kind, repr(template.keys), _comparable(template.parts))
-    if isinstance(template, dict):
-        return (list(template), _comparable(list(template.values())))
-    if isinstance(template, (list, tuple)):
-        return [_comparable(part) for part in template]
-    return type(template)
+def _comparable(nested: Any) -> list[Any]:
+    """The containers and constants in a nested value or a template, with the data of tensors."""
+    return [(path, _comparable_leaf(part)) for path, part in walk(nested)]
+
+
+def _comparable_leaf(part: Any) -> Any:
+    if isinstance(part, torch.Tensor) and has_data([part]):
+        return part.shape, repr(part.to_dense().tolist())
+    if isinstance(part, (Value, State)):
+        return part.number if isinstance(part, Value) else part.names
+    return repr(part) if isinstance(part, _CONSTANTS) else type(part)
 
 
 _EDGES = (64, 316513203)
@@ -163,9 +164,9 @@ def _seeded(attempt: int) -> Iterator[Callable[[], bool]]:
             numpy.random.set_state(numpy_before)
 
 
-def _record(empty: EmptyModel, call: Call, device: torch.device, types: Types | None) -> Record:
+def _record(empty: EmptyModel, call: Call, device: torch.device, fakes: Fakes) -> Record:
     """Run the forward of a model once with these arguments."""
-    fakes, devices = Fakes(device, types), [device] if device.type == "cuda" else []
+    devices = [device] if device.type == "cuda" else []
     with (
         _lock,
         torch.random.fork_rng(devices),
@@ -174,11 +175,7 @@ def _record(empty: EmptyModel, call: Call, device: torch.device, types: Types | 
     ):
         recorder = Recorder(empty, fakes, tuple(dict.fromkeys(("cpu", device.type))))
         made, held = recorder.record, _held_tensors(empty)
-        args, kwargs = pytree.tree_map(
-            lambda leaf: filled(mapped(leaf, fakes.fresh), {}),  # leaves may be objects
-            call,
-            is_leaf=lambda part: isinstance(part, Absent),
-        )
+        args, kwargs = filled(mapped(call, fakes.fresh), {})
         made.given = mapped(
             (args, kwargs), lambda tensor: recorder.value(tensor, "an argument of the model")
         )
@@ -209,49 +206,39 @@ def _record(empty: EmptyModel, call: Call, device: torch.device, types: Types | 
 # What the forward keeps in the model
 
 
-def _outer(empty: EmptyModel) -> list[tuple[str, dict[str, Any]]]:
-    """The names of modules that are in no unit, with their attributes and buffers."""
+def _outer(empty: EmptyModel) -> dict[str, Any]:
+    """The attributes and buffers of modules that are in no unit, by their names."""
     inside = {id(part) for unit in empty.modules.values() for part in unit.modules()}
-    return [
-        (name, {k: v for k, v in vars(module).items() if k not in OWN_OF_MODULES})
+    return {
+        joined(name, key): value
         for name, module in empty.model.named_modules()
         if id(module) not in inside
-    ]
-
-
-def _state_of(empty: EmptyModel) -> dict[str, str]:
-    """The attributes of the modules that are in no unit, as far as they compare."""
-    return {
-        joined(name, key): repr(
-            [
-                (at, part if isinstance(part, _CONSTANTS) else type(part))
-                for at, part in walk(value)
-                if len(at) < _DEPTH
-            ]
-        )
-        for name, attributes in _outer(empty)
-        for key, value in attributes.items()
+        for key, value in (*vars(module).items(), *module._buffers.items())
+        if key not in OWN_OF_MODULES
     }
+
+
+def _state_of(empty: EmptyModel) -> dict[str, Any]:
+    """The same, to compare it."""
+    return {name: _comparable(value) for name, value in _outer(empty).items()}
 
 
 def _held_tensors(empty: EmptyModel) -> dict[str, torch.Tensor]:
-    """The tensors in attributes and buffers of modules that are in no unit."""
-    attributes = {
-        joined(name, ".".join(str(key) for _, key in at)): part
-        for name, own in _outer(empty)
-        for at, part in walk(own)
+    """The tensors among them."""
+    return {
+        joined(name, ".".join(str(key) for _, key in path)): part
+        for name, value in _outer(empty).items()
+        for path, part in walk(value)
         if isinstance(part, torch.Tensor)
     }
-    own = {name for name in empty.own if name not in empty.parameters}
-    return attributes | {n: b for n, b in empty.model.named_buffers() if n in own}
 
 
 def _require_kept(empty: EmptyModel, recorder: Recorder, held: dict[str, torch.Tensor]) -> None:
     """Raise if the forward uses a tensor of the model, and keeps another one for the next call."""
     after = _held_tensors(empty)
-    states = {state.name for step in recorder.record.steps for state in step.states}
+    used = {name for s in recorder.record.steps for state in s.states for name in state.names}
     for name, tensor in held.items():
-        is_used = name in states or id(tensor) in recorder.constants
+        is_used = name in used or id(tensor) in recorder.constants
         if is_used and after.get(name) is not tensor:
             raise PartitionError(
                 f"the forward of {empty.kind.__name__} uses its attribute {name!r}, and sets it "

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +25,7 @@ from taktline.split.arguments import (
     Path,
     State,
     Value,
+    arguments_of_forward,
     at_path,
     filled,
     key_of,
@@ -38,7 +39,6 @@ from taktline.split.cut import (
     Modes,
     Place,
     Record,
-    Root,
     StagePlan,
     Step,
     StepKind,
@@ -75,14 +75,26 @@ class StageProgram:
         self._is_last = rest is None
         self._given = parts_in(record.given, Value)
         given = list(enumerate(self._given))
-        self._taken = [(value, at) for at, value in given if value in plan.taken]
-        self._dropped = [(at, Absent(*record.metas[v])) for at, v in given if v not in (rest or ())]
+        self._dropped = [(at, value.absent) for at, value in given if value not in (rest or ())]
         written = {memory for step in record.steps for memory in step.writes}
-        self._changed = [at for at, value in given if record.memory[value] in written]
-        self._result_states = parts_in(record.result, State)
+        self._changed = [at for at, value in given if value.memory in written]
+        self._result_states = parts_in(record.result, State) if self._is_last else []
         result = parts_in(record.result, Value) if self._is_last else ()
-        self._runs = self._prepared(plan.steps, {*plan.sent, *result})
-        self._guards = self._prepared(plan.guards, set(record.metas))  # which lets go of nothing
+        self._needed_later = {*plan.sent, *result}
+
+    @property
+    def uses(self) -> dict[str, None]:
+        """The units, and the parameters and buffers, that the stage itself uses."""
+        used = [s for step in (*self.plan.guards, *self.plan.steps) for s in step.states]
+        return self.plan.units | {state.name: None for state in (*used, *self._result_states)}
+
+    @cached_property
+    def _runs(self) -> list[Run]:
+        return self._prepared(self.plan.steps, self._needed_later)
+
+    @cached_property
+    def _guards(self) -> list[Run]:
+        return self._prepared(self.plan.guards, set(self.record.values))  # lets go of nothing
 
     def holds(self, stage: nn.Module, tensors: list[Any], received: tuple[Any, ...]) -> bool:
         """Whether the forward reads the same numbers from these arguments."""
@@ -115,9 +127,8 @@ class StageProgram:
         return (sent, *call)
 
     def _run(self, runs: list[Run], stage: nn.Module, received: Any, tensors: list[Any]) -> Values:
-        values = dict(zip(self.plan.received, received, strict=False))
-        for value, at in self._taken:
-            values[value] = tensors[at]
+        values = dict(zip(self._given, tensors, strict=True))
+        values.update(zip(self.plan.received, received, strict=False))
         for value in self.plan.copied:
             if value in values:
                 values[value] = values[value].clone()
@@ -128,7 +139,7 @@ class StageProgram:
     def _find_states(self, states: Sequence[State], values: Values, stage: nn.Module) -> None:
         """Find parameters and buffers; a tied one has one of its names in this stage."""
         for state in states:
-            for name in self.record.aliases[state.name]:
+            for name in state.names:
                 path, _, last = name.rpartition(".")
                 with suppress(AttributeError):
                     values[state] = getattr(stage.get_submodule(path), last)
@@ -201,9 +212,9 @@ class StageProgram:
         function, given, states = step.target, (step.args, step.kwargs), step.states
         is_unit, is_read = step.kind is StepKind.UNIT, step.kind is StepKind.READ
         keys = function.split(".") if is_unit else ()
-        outputs = [(v, place.path) for v, place in step.places.items() if place.root is Root.OUTPUT]
-        left = [(v, place) for v, place in step.places.items() if place.root is not Root.OUTPUT]
-        inner = [place for _, place in left if place.root is Root.INNER_OUTPUT]
+        outputs = [(v, place.path) for v, place in step.places.items() if place.root == "output"]
+        left = [(v, place) for v, place in step.places.items() if place.root != "output"]
+        inner = [place for _, place in left if place.root == "inner output"]
         done = [value for value in {*step.reads, *step.places} if value not in later]
 
         def run(values: Values, stage: nn.Module) -> None:
@@ -299,9 +310,9 @@ _Noted = dict[tuple[str, int], Any]
 
 def _left_in(unit: Any, call: Call, noted: _Noted, place: Place) -> Any:
     """What a unit has left elsewhere than in its output; None if it is not there."""
-    if place.root is Root.ARGUMENTS:
+    if place.root == "arguments":
         return _at(call, place.path)
-    if place.root is Root.ATTRIBUTES:
+    if place.root == "attributes":
         return _at(vars(_inside(unit, place.module)), place.path)
     return _at(noted.get((place.module, place.call)), place.path)
 
@@ -325,7 +336,7 @@ def _noting(unit: nn.Module, places: Sequence[Place]) -> Iterator[_Noted]:
 def _not_left(step: Step, place: Place) -> PartitionError:
     name = ".".join(filter(None, (place.module, *(str(key) for _, key in place.path))))
     return PartitionError(
-        f"{step.target!r} ({step.line}) has left no new tensor in its {place.root.value} {name!r} "
+        f"{step.target!r} ({step.line}) has left no new tensor in its {place.root} {name!r} "
         "in this call, as when the forward was recorded; if the forward itself empties it, let "
         "the submodule do so, or return the tensor from it in each call"
     )
@@ -335,29 +346,12 @@ KINDS = 256
 """How many kinds of calls are known at a time, and how many of one kind that read other numbers."""
 
 
-class Known:
-    """A recorded forward, cut into stages."""
-
-    def __init__(self, record: Record, plans: list[StagePlan]) -> None:
-        self.record, self.plans = record, plans
-        self._programs: dict[int, StageProgram] = {}
-
-    def program(self, stage: int) -> StageProgram:
-        """How a stage runs it."""
-        if stage not in self._programs:
-            after = self.plans[stage + 1 : stage + 2]
-            rest = after[0].arguments if after else None
-            self._programs[stage] = StageProgram(self.record, self.plans[stage], rest)
-        return self._programs[stage]
-
-
 class CutModel:
     """What the stages of a model have in common.
 
     Args:
         empty: the model without data.
         cuts: the calls of units with which stages begin, from the second on.
-        arguments: the names of the arguments of the model's forward.
         starts: finds the steps with which stages begin, instead of cuts.
     """
 
@@ -365,18 +359,19 @@ class CutModel:
         self,
         empty: EmptyModel,
         cuts: Sequence[Cut],
-        arguments: Sequence[str],
         starts: Callable[[Record], list[int]] | None = None,
     ) -> None:
-        self.empty, self.cuts, self.arguments = empty, tuple(cuts), tuple(arguments)
+        self.empty, self.cuts = empty, tuple(cuts)
+        self.arguments = arguments_of_forward(empty.kind)
         self.starts = starts or partial(starts_of, cuts=self.cuts, name=empty.kind.__name__)
         self.homes: dict[str, frozenset[int]] = {}
         """The stages that have each unit, and each parameter that the forward itself uses."""
         self.is_example = False
         """Whether an example has shown the homes."""
-        self.first: Known | None = None
-        self.known: Callable[[Any], list[Known]] = lru_cache(KINDS)(lambda kind: [])
-        """The recorded forwards of a kind, which differ in the numbers that they read."""
+        self.first: list[StageProgram] | None = None
+        """The programs of all stages for the first call."""
+        self.known: Callable[[Any], list[list[StageProgram]]] = lru_cache(KINDS)(lambda kind: [])
+        """Those of the calls of a kind, which differ in the numbers that they read."""
         self.lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutModel:
@@ -385,17 +380,19 @@ class CutModel:
     @property
     def stages(self) -> int:
         """The number of stages."""
-        return len(self.cuts) + 1 if self.first is None else len(self.first.plans)
+        return len(self.cuts) + 1 if self.first is None else len(self.first)
 
-    def learn(self, training: bool, record: Callable[[], Record]) -> Known:
+    def learn(self, training: bool, record: Callable[[], Record]) -> list[StageProgram]:
         """Record a call of a kind, and cut it."""
         if self.empty.model.training != training:
             self.empty.model.train(training)
         made = record()
-        known = Known(made, StepPlacement(made, self.starts(made)).plans())
-        if self.first is not None and len(known.plans) != self.stages:
+        plans = StepPlacement(made, self.starts(made)).plans()
+        rests = [*(plan.arguments for plan in plans[1:]), None]
+        known = [StageProgram(made, *each) for each in zip(plans, rests, strict=True)]
+        if self.first is not None and len(known) != self.stages:
             raise PartitionError(
-                f"the forward of {self.empty.kind.__name__} has {len(known.plans) - 1} split "
+                f"the forward of {self.empty.kind.__name__} has {len(known) - 1} split "
                 f"points in this call, and {self.stages - 1} in the example; let it call "
                 "pipe_split() as often, also in evaluation"
             )
@@ -403,14 +400,13 @@ class CutModel:
         self.first = self.first or known
         return known
 
-    def _require_at_home(self, known: Known) -> None:
+    def _require_at_home(self, known: list[StageProgram]) -> None:
         """Raise if a stage uses a unit or a parameter of another stage."""
-        for stage, plan in enumerate(known.plans):
-            states = plan.states(known.record, is_last=stage == self.stages - 1)
-            for name in (*plan.units, *states):
+        for stage, program in enumerate(known):
+            for name in program.uses:
                 homes = self.homes.get(name, {stage})
                 if stage not in homes:
-                    does = "calls" if name in plan.units else "uses the parameter"
+                    does = "calls" if name in program.plan.units else "uses the parameter"
                     advice = "call by_names with example=, the arguments of the model"
                     if self.is_example:
                         advice = "call the model as in the example, or cut it by hand"
@@ -472,13 +468,13 @@ class RecordedStage(nn.Module):
         device = torch.device("cpu") if first is None else first.device
         known = cut.known(key_of_kind(kind, training, device, types))
         for each in known:
-            if (found := each.program(self._stage)).holds(self, tensors, received):
-                return found, tensors
+            if each[self._stage].holds(self, tensors, received):
+                return each[self._stage], tensors
         with cut.lock:
             made = cut.learn(training, lambda: record_twice(cut.empty, call, types, device))
             known.append(made)
             del known[:-KINDS]
-        return made.program(self._stage), tensors
+        return made[self._stage], tensors
 
     def types(self) -> Types | None:
         """How the type of the stage has changed since it was cut: by ``to(…)`` or in FSDP."""
@@ -568,22 +564,20 @@ def _holder(model: nn.Module, made: nn.Module, path: str) -> nn.Module:
 
 def crossings_of(stage_module: nn.Module) -> list[str]:
     """Names of the tensors that a stage hands to the next one besides the model's arguments."""
-    first = _first_of(stage_module)
-    if first is None:
-        return []
-    return [first.record.names[value] for value in first.plans[vars(stage_module)["_stage"]].sent]
+    programs = _programs_of(stage_module)
+    sent = programs[vars(stage_module)["_stage"]].plan.sent if programs else ()
+    return [value.name for value in sent]
 
 
 def has_dynamic_shapes(stage_module: nn.Module) -> bool:
     """Whether the shapes of tensors between stages depend on data, as far as a call has shown."""
-    first = _first_of(stage_module)
-    if first is None:
-        return False
-    return any(not first.record.sized.isdisjoint(plan.sent) for plan in first.plans)
+    programs = _programs_of(stage_module)
+    return any(not program.record.sized.isdisjoint(program.plan.sent) for program in programs)
 
 
-def _first_of(stage_module: nn.Module) -> Known | None:
-    return stage_module._cut.first if isinstance(stage_module, RecordedStage) else None
+def _programs_of(stage_module: nn.Module) -> list[StageProgram]:
+    """Those of the first call."""
+    return (isinstance(stage_module, RecordedStage) and stage_module._cut.first) or []
 
 
 def model_of(stage_module: nn.Module) -> nn.Module | None:

@@ -11,7 +11,7 @@ of the record. Another run, with generators in another state, has another consta
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from taktline.errors import PartitionError
 from taktline.split.arguments import (
+    Absent,
     Args,
     Call,
     Kwargs,
@@ -31,13 +32,12 @@ from taktline.split.arguments import (
     State,
     Value,
     all_tensors,
-    filled,
     is_object,
     line_of_user,
     mapped,
     walk,
 )
-from taktline.split.cut import CheckpointRegion, Cut, Modes, Place, Record, Root, Step, StepKind
+from taktline.split.cut import CheckpointRegion, Cut, Modes, Place, Record, Step, StepKind
 from taktline.split.without_data import (
     EmptyModel,
     Fakes,
@@ -51,20 +51,6 @@ from taktline.split.without_data import (
 _CALL = nn.Module.__call__
 _SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"))
 """Functions that read sizes, which may depend on data."""
-_METADATA = frozenset(
-    [
-        *("shape", "size", "dtype", "device", "ndim", "dim", "numel", "nelement", "stride"),
-        *("is_floating_point", "is_complex", "layout", "is_contiguous", "requires_grad", "is_cuda"),
-        *("element_size", "storage_offset", "names", "__len__", "is_nested", "is_sparse"),
-        *("itemsize", "nbytes", "type", "is_leaf", "grad_fn", "is_meta", "_version", "get_device"),
-        *("is_shared", "is_cpu", "is_quantized", "is_mkldnn", "__hash__", "__repr__", "__format__"),
-        *("__str__", "is_inference", "is_signed", "result_type", "is_same_size", "dim_order"),
-        *("output_nr", "is_conj", "is_neg", "is_mps", "is_xpu", "_backward_hooks", "is_pinned"),
-        *("untyped_storage", "is_tensor", "is_storage", "name", "is_sparse_csr", "ndimension"),
-        *("promote_types", "can_cast", "__dir__", "is_xla", "has_names", "__reduce_ex__"),
-    ]
-)
-"""Functions that read what a kind of call has in common: no data."""
 _REFUSED = {
     "backward": "runs a backward in the forward, which a stage cannot; use torch.autograd.grad",
     "__set__": "sets an attribute of a tensor, such as x.data or x.grad; use x.copy_() instead",
@@ -119,11 +105,15 @@ class Recorder(TorchFunctionMode):
         ]
         self.kept: list[Any] = [tensor for _, tensor in named]
         """Those whose ids are noted, which others must not get."""
-        self.states: dict[int, State] = {}
-        aliases: dict[str, tuple[str, ...]] = {}
+        names = defaultdict[int, list[str]](list)
         for name, tensor in named:
-            first = self.states.setdefault(id(tensor), State(name)).name
-            aliases[first] = (*aliases.get(first, ()), name)
+            names[id(tensor)].append(name)
+        self.states = {
+            id(tensor): State(
+                tuple(names[id(tensor)]), fakes.memory(tensor), name in empty.parameters
+            )
+            for name, tensor in named
+        }
         self.unit_names = {id(module): name for name, module in reversed(empty.modules.items())}
         self.module_names = {id(module): name for name, module in empty.model.named_modules()}
         self.inner_names: dict[int, str] = {}
@@ -137,11 +127,7 @@ class Recorder(TorchFunctionMode):
             steps=[],
             result=None,
             modes=Modes.now(devices),
-            memory={},
-            state_memory={name: fakes.memory(tensor) for name, tensor in named},
-            aliases=aliases,
-            is_parameter=empty.parameters,
-            names={},
+            states=list(self.states.values()),
         )
 
     @property
@@ -189,11 +175,11 @@ class Recorder(TorchFunctionMode):
     def value(self, tensor: torch.Tensor, name: str) -> Value:
         """The value of a tensor, which may be new."""
         if id(tensor) not in self.values:
-            made = self.values[id(tensor)] = Value(len(self.values))
+            absent = Absent(tuple(tensor.shape), tensor.dtype)
+            made = Value(len(self.values), name, self.fakes.memory(tensor), absent)
+            self.values[id(tensor)] = made
+            self.record.values.append(made)
             self.kept.append(tensor)
-            self.record.memory[made] = self.fakes.memory(tensor)
-            self.record.names[made] = name
-            self.record.metas[made] = (tuple(tensor.shape), tensor.dtype)
         return self.values[id(tensor)]
 
     def known(self, tensor: torch.Tensor) -> Value | State | None:
@@ -225,7 +211,7 @@ class Recorder(TorchFunctionMode):
                 own = {key: v for key, v in vars(part).items() if key not in OWN_OF_MODULES}
                 for path, found in walk(own):
                     if found is tensor:
-                        return step, Place(path, Root.ATTRIBUTES, module)
+                        return step, Place(path, "attributes", module)
         raise PartitionError(
             f"{line_of_user()} uses a tensor that was made inside of a submodule or in an earlier "
             "call, and that is neither in the output of a module, nor in an attribute; return it "
@@ -276,17 +262,15 @@ class Recorder(TorchFunctionMode):
         if own is not None:
             self.generators.setdefault(id(own), (own, own.get_state()))
         try:
-            output, is_made_up, writes = self.fakes.run(func, args, kwargs, given)
+            output, is_made_up, writes = self.fakes.run(func, (args, kwargs), given, self._number)
         except Exception as error:
             if not is_sized and not isinstance(error, NeedsData):
                 raise
-            read = None if is_sized else self._with_numbers((args, kwargs))
-            if read is None:
-                raise _needs_data(name) from error
-            return self._function(func, *read)
+            raise _needs_data(name) from error
         tensors = all_tensors(output)
         has_effect = bool(writes) or name in _EFFECTS
-        needs_data = bool(given) and not has_effect and self._needs_data(func, args, kwargs, output)
+        is_read = had_data and bool(given) and output is not None and not has_effect
+        needs_data = is_read and self.fakes.depends_on_data(func, (args, kwargs), output)
         if not tensors and not has_effect:
             if needs_data:
                 self._note_read(func, (args, kwargs), output)
@@ -295,8 +279,7 @@ class Recorder(TorchFunctionMode):
         draws = had_data and self.random_state != self._random_state()
         step.draws = draws or name in _EFFECTS or own is not None
         if name in _STATISTICS:
-            names = {state.name for state in step.states} - self.empty.parameters
-            writes |= {self.record.state_memory[name] for name in names}
+            writes |= {state.memory for state in step.states if not state.is_parameter}
         self._note_writes(step, given, writes)
         self._note_outputs(step, output, f"{name} ({step.line})")
         is_free = not step.draws and self.unknown.isdisjoint(step.reads)
@@ -309,30 +292,11 @@ class Recorder(TorchFunctionMode):
             sized.update(step.places)
         return output
 
-    def _needs_data(self, func: Any, args: Args, kwargs: Kwargs, output: Any) -> bool:
-        """Whether a function has read data that the forward then knows: a number, or a size."""
-        tensors = all_tensors(output)
-        if output is None or isinstance(output, (torch.Size, torch.dtype)):
-            return False
-        if not self.fakes.have_data([*all_tensors((args, kwargs)), *tensors]):
-            return False
-        # Not asked of numbers: some versions of torch know those of small tensors without data.
-        if not tensors:
-            return name_of(func) not in _METADATA
-        return self.fakes.depends_on_data(func, args, kwargs)
-
-    def _with_numbers(self, given: Call) -> Call | None:
-        """Arguments with numbers in the places of whole numbers that are tensors with data.
-
-        The forward has read them then, such as sizes for ``interpolate``. None if there are none.
-        """
-        numbers = dict[int, int]()
-        for tensor in all_tensors(given):
-            if not (tensor.ndim or tensor.is_floating_point()) and self.fakes.have_data([tensor]):
-                numbers[id(tensor)] = int(tensor)
-                self._note_read(int, ((tensor,), {}), int(tensor))
-        changed = mapped(given, lambda tensor: numbers.get(id(tensor), tensor))
-        return filled(changed, {}) if numbers else None
+    def _number(self, tensor: torch.Tensor) -> Any:
+        """A number that a function reads from a tensor with data, such as a size."""
+        number = tensor.item()
+        self._note_read(torch.Tensor.item, ((tensor,), {}), number)
+        return number
 
     def _note_read(self, func: Any, given: Call, found: Any) -> None:
         """Record what was read, to compare it with what later calls read."""
@@ -342,8 +306,8 @@ class Recorder(TorchFunctionMode):
 
     def _note_writes(self, step: Step, given: list[torch.Tensor], writes: set[int]) -> None:
         """Note the memory that a step changes; raise if that is of no value."""
-        record = self.record
-        step.writes = frozenset(writes & {*record.memory.values(), *record.state_memory.values()})
+        named = (*self.record.values, *self.record.states)
+        step.writes = frozenset(writes.intersection(each.memory for each in named))
         for tensor in given if writes else ():
             if id(tensor) in self.constants and self.fakes.memory(tensor) in writes:
                 if isinstance(tensor, nn.Parameter):
@@ -382,26 +346,26 @@ class Recorder(TorchFunctionMode):
     def module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module; if it is a unit, record it."""
         begin = len(self.record.steps)
-        is_unit = self.is_recording and id(module) in self.unit_names
-        if is_unit:
-            with self._inside((args, kwargs), self.unit_names[id(module)]):
-                output = self._unit(module, partial(call, module), (args, kwargs))
+        unit = self.unit_names.get(id(module)) if self.is_recording else None
+        if unit is not None:
+            with self._inside((args, kwargs), unit):
+                output = self._unit(module, unit, partial(call, module), (args, kwargs))
         else:
             output = call(module, *args, **kwargs)
         # Each call once, also if its class has a __call__ of its own.
         name = self.module_names.get(id(module))
         if name is None or threading.get_ident() != self.thread:
             return output
-        if not self.is_inside and (is_unit or call is _CALL):
+        if not self.is_inside and (unit is not None or call is _CALL):
             self.record.spans.append((name, begin, len(self.record.steps)))
-        if call is _CALL and not self.fakes.is_second_run:
+        if call is _CALL:
             self.record.runs[name] += 1
             if self.is_inside and (path := self.inner_names.get(id(module))):
                 self._note_inner(path, output)
         return output
 
-    def _unit(self, module: nn.Module, call: Callable[..., Any], given: Call) -> Any:
-        record, name = self.record, self.unit_names[id(module)]
+    def _unit(self, module: nn.Module, name: str, call: Callable[..., Any], given: Call) -> Any:
+        record = self.record
         require_no_modules(given)
         for (path, key), value in _attributes_in(module).items():
             if self.attributes[name].get((path, key)) != value:
@@ -424,10 +388,13 @@ class Recorder(TorchFunctionMode):
         own = {self.known(tensor) for tensor in tensors}
         own.update(v for s in record.steps if s.target == name for v in (*s.reads, *s.places))
         uses = partial(self._require_own, name, own)
-        output, is_sized, writes, cost = self.fakes.run_unit(call, given, uses)
+        output, is_made_up, writes, cost = self.fakes.run_unit(call, given, uses)
         torch.rand(())  # as if it had drawn: a state that is set back is seen
+        cut, sizes = Cut(name, step.call), [tensor.shape for tensor in all_tensors(output)]
+        if is_made_up and self.empty.sizes.setdefault(cut, sizes) != sizes:
+            self.empty.sized.add(cut)
         self.attributes[name] = _attributes_in(module)
-        record.costs[Cut(name, step.call)] = cost
+        record.costs[cut] = cost
         self._note_writes(step, tensors, writes)
         if _differ(attributes, list(walk(plain))):  # then each call has new objects
             step.args, step.kwargs = opened
@@ -435,10 +402,10 @@ class Recorder(TorchFunctionMode):
         for path, tensor in walk(given):  # also what it has put into lists and dicts
             if isinstance(tensor, torch.Tensor) and self.known(tensor) is None:
                 value = self.value(tensor, f"{name} (in its arguments)")
-                step.places[value] = Place(path, Root.ARGUMENTS)
+                step.places[value] = Place(path, "arguments")
         made = [value for value in step.places if value.number >= known]
         self.unknown.update(made)
-        if is_sized or not record.sized.isdisjoint(step.reads):
+        if cut in self.empty.sized or not record.sized.isdisjoint(step.reads):
             record.sized.update(made)
         return output
 
@@ -447,16 +414,15 @@ class Recorder(TorchFunctionMode):
         found = self.known(tensor)
         if found is None or found in own or id(tensor) in self.shared:
             return
-        what = found.name if isinstance(found, State) else self.record.names[found]
-        if isinstance(found, State):
-            names = self.record.aliases[found.name]
-            is_buffer = found.name not in self.empty.parameters  # which each stage has
-            if is_buffer or any(each.startswith(f"{name}.") for each in names):
-                return
+        if isinstance(found, State) and (
+            not found.is_parameter  # each stage has the buffers
+            or any(each.startswith(f"{name}.") for each in found.names)
+        ):
+            return
         self.refuse(
             f"computes in {name!r} with a tensor that the forward has made, or that is of another "
-            f"module ({what}), but which is not among the arguments of that submodule; pass it on "
-            "as an argument"
+            f"module ({found.name}), but which is not among the arguments of that submodule; pass "
+            "it on as an argument"
         )
 
     def _watch_hooks(self, unit: nn.Module) -> None:
@@ -479,7 +445,7 @@ class Recorder(TorchFunctionMode):
         self.inner_calls[path] += 1
         for at, tensor in walk(output):
             if isinstance(tensor, torch.Tensor):
-                place = Place(at, Root.INNER_OUTPUT, path, call)
+                place = Place(at, "inner output", path, call)
                 self.inner_outputs.setdefault(id(tensor), (step, place))
                 self.kept.append(tensor)
 

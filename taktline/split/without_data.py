@@ -16,8 +16,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import Context
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +26,12 @@ from taktline.errors import PartitionError
 from taktline.private import private
 from taktline.split.arguments import (
     Absent,
-    Args,
     Call,
-    Kwargs,
     all_tensors,
-    children_of,
+    arguments_of_forward,
     disable_cache,
-    walk,
+    filled,
+    mapped,
 )
 from taktline.split.costs import OperationCounter
 from taktline.split.cut import Cut
@@ -90,7 +87,7 @@ class EmptyModel:
             memo[id(module)] = memo.setdefault(id(inner), object.__new__(type(inner)))
             for tensor in (t for _, tensors in _tables_of(module) for t in tensors.values()):
                 if id(module) in inside or isinstance(tensor, nn.Parameter):
-                    memo[id(tensor)] = _without_data(tensor)
+                    memo[id(tensor)] = _empty(tensor, tensor.dtype)
         for module in model.modules():
             if unwrapped(module) is module:
                 made = memo[id(module)]
@@ -98,7 +95,7 @@ class EmptyModel:
                 made.__dict__["_compiled_call_impl"] = None
         self.model: nn.Module = memo[id(model)]
         self.modules = {name: self.model.get_submodule(name) for name in units}
-        if "use_cache" not in signature(self.kind.forward).parameters:
+        if "use_cache" not in arguments_of_forward(self.kind):
             for part in self.model.modules():
                 disable_cache(part)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -109,6 +106,10 @@ class EmptyModel:
         """The parameters and buffers that are in no unit."""
         self.seen: set[int] = set()
         """The lines of forwards that were recorded twice."""
+        self.sizes: dict[Cut, list[torch.Size]] = {}
+        """Those of the outputs of units that ran on made-up data, in the first run of a kind."""
+        self.sized: set[Cut] = set()
+        """The calls of units whose outputs have other sizes with other data."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmptyModel:
         return self
@@ -200,13 +201,17 @@ def _tables_of(module: nn.Module) -> list[_Table]:
     return [(t, {k: v for k, v in t.items() if isinstance(v, torch.Tensor)}) for t in tables]
 
 
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+def _empty(
+    tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | str = "meta"
+) -> torch.Tensor:
+    """A tensor of this kind, without its data."""
     if tensor.layout is torch.strided:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     else:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        made = torch.empty(tensor.shape, dtype=dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -224,6 +229,9 @@ _FakeMode = private("torch._subclasses.fake_tensor.FakeTensorMode", _WHAT)
 _with_data = private("torch._subclasses.fake_tensor.unset_fake_temporarily", _WHAT)
 _DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", _WHAT)
 _is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor", _WHAT, otherwise=None)
+
+
+_READ_NUMBER = "_local_scalar_dense.default"
 
 
 class Types(NamedTuple):
@@ -256,9 +264,9 @@ class Fakes:
     What a function gets may be partly with data, partly without; then the result has none.
     """
 
-    def __init__(self, device: torch.device, types: Types | None) -> None:
+    def __init__(self, device: torch.device, types: Types | None, made_up: int) -> None:
         self.mode = _FakeMode(allow_non_fake_inputs=True)
-        self.device, self.types = device, types
+        self.device, self.types, self.made_up = device, types, made_up
         self._held: dict[int, Any] = {}
         """Storages, since another one may get the address of one that is freed."""
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -267,8 +275,6 @@ class Fakes:
         """The memory with data for which one without data stands."""
         self._written: set[int] = set()
         """Memory whose data is not what the forward would have there."""
-        self.is_second_run = False
-        """Whether a unit runs only to compare sizes."""
 
     def memory(self, tensor: torch.Tensor) -> int:
         """The memory of a tensor; views have the same."""
@@ -281,23 +287,16 @@ class Fakes:
             self._held[found] = tensor
         return self._same.get(found, found)
 
-    def _empty(self, tensor: torch.Tensor | Absent, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         with self.mode:
-            if isinstance(tensor, Absent):
-                return torch.empty(tensor.shape, dtype=dtype, device=self.device)
-            made = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=dtype, device=self.device
-            )
-            if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(made, tensor.requires_grad)
-            return made.requires_grad_(tensor.requires_grad)
+            return _empty(tensor, dtype, self.device)
 
-    def fresh(self, given: Any) -> Any:
+    def fresh(self, given: torch.Tensor | Absent) -> torch.Tensor:
         """What a recorded forward has in the place of an argument."""
-        if isinstance(given, Absent) or (isinstance(given, torch.Tensor) and not has_data([given])):
+        if isinstance(given, Absent):
+            given = torch.empty(given.shape, dtype=given.dtype, device="meta")
+        if not has_data([given]):
             return self._empty(given, given.dtype)
-        if not isinstance(given, torch.Tensor):
-            return given
         return given.detach().clone().requires_grad_(given.requires_grad)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -315,11 +314,6 @@ class Fakes:
         if is_fake(tensor):
             return tensor
         if id(tensor) not in self._fakes:
-            if tensor.is_nested:
-                raise PartitionError(
-                    "a nested tensor cannot go from stage to stage; return its values() and "
-                    "offsets()"
-                )
             with _with_data():
                 fake = self.mode.from_tensor(tensor.detach())
             self._fakes[id(tensor)] = fake, tensor
@@ -331,38 +325,49 @@ class Fakes:
         return not any(is_fake(each) or self.memory(each) in self._written for each in tensors)
 
     def run(
-        self, func: Callable[..., Any], args: Args, kwargs: Kwargs, given: Sequence[torch.Tensor]
+        self,
+        func: Callable[..., Any],
+        call: Call,
+        given: Sequence[torch.Tensor],
+        number: Callable[[torch.Tensor], Any],
     ) -> tuple[Any, bool, set[int]]:
         """Call a function, with data if all that it gets has some.
 
         Also returns whether data decides the size of its result, which is made up then, and the
-        memory that it changes.
+        memory that it changes. ``number`` reads one from a tensor with data, beside some without.
         """
+        args, kwargs = call
         if self.have_data(given):
             before = [(each, each._version) for each in given if not each.is_inference()]
             output = func(*args, **kwargs)
             return output, False, {self.memory(t) for t, version in before if t._version != version}
-        with self.mode, _Watch(self, _NeedsSizes) as watch:
+        with self.mode, _Watch(self, _NeedsSizes, number=number) as watch:
             output = func(*args, **kwargs)
         self._written |= watch.writes
         return output, watch.has_made_up, watch.writes
 
-    def depends_on_data(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> bool:
-        """Whether a function needs the data of its arguments to find a number, or a shape."""
+    def depends_on_data(self, func: Callable[..., Any], call: Call, output: Any) -> bool:
+        """Whether a function needs data to return a number, or a tensor of a size."""
+        if isinstance(output, (torch.Size, torch.dtype)) or not self.have_data(all_tensors(output)):
+            return False
         try:
             with torch.no_grad(), self.mode, _Watch(self, ()):
+                args, kwargs = filled(mapped(call, self._without_data), {})
                 func(*args, **kwargs)
         except Exception:
             return True
         return False
+
+    def _without_data(self, part: torch.Tensor | Absent) -> Any:
+        return self.as_fake(part) if isinstance(part, torch.Tensor) else part
 
     def run_unit(
         self, call: Callable[..., Any], given: Call, uses: Callable[[torch.Tensor], None]
     ) -> tuple[Any, bool, set[int], int]:
         """Call a unit without data; ``uses`` sees each tensor that it computes with.
 
-        Also returns whether the sizes of its output depend on data, the memory that it changes,
-        and what it costs. What needs data runs on ones, and once more on zeros.
+        Also returns whether some of it needs data, which is made up then, the memory that it
+        changes, and what it costs.
         """
         for tensor in all_tensors(given):
             self.as_fake(tensor)  # outside of the counter
@@ -372,34 +377,18 @@ class Fakes:
             args, kwargs = given
             output = call(*args, **kwargs)
         self._written |= watch.writes
-        is_sized = watch.has_made_up and self._is_sized(output, call, given)
-        return output, is_sized, watch.writes, counter.cost
+        return output, watch.has_made_up, watch.writes, counter.cost
 
     def _as_in_fsdp(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.types is not None
         return tensor.to(self.types.now) if tensor.is_floating_point() else tensor
 
-    def _is_sized(self, output: Any, call: Callable[..., Any], given: Call) -> bool:
-        """Whether an output has other sizes if other numbers are in what it is made of."""
-        leaves = [part for _, part in walk(given) if children_of(part) is None]
-        self.is_second_run = True
-        try:
-            with self.mode, _Watch(self, RuntimeError, number=0), torch.no_grad():
-                copies = {id(x): x.clone() if isinstance(x, torch.Tensor) else x for x in leaves}
-                args, kwargs = copy.deepcopy(given, copies)
-                # What collects outputs, such as router logits, must not see this.
-                other = Context().run(call, *args, **kwargs)
-        except Exception:
-            return False
-        finally:
-            self.is_second_run = False
-        return [t.shape for t in all_tensors(output)] != [t.shape for t in all_tensors(other)]
-
 
 class _Watch(_DispatchMode):
     """Sees what runs without data: what it uses and changes, and what needs data.
 
-    That runs on one number everywhere if it fails with an error of ``made_up``.
+    That runs on one number everywhere if it fails with an error of ``made_up``: zeros in the first
+    run of a forward, ones in others. An output has a size that depends on data if it differs.
     """
 
     supports_higher_order_operators = True
@@ -409,7 +398,7 @@ class _Watch(_DispatchMode):
         fakes: Fakes,
         made_up: Any,
         uses: Callable[[torch.Tensor], None] | None = None,
-        number: int = 1,
+        number: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
         super().__init__()
         self._fakes, self._made_up, self._uses, self._number = fakes, made_up, uses, number
@@ -421,6 +410,10 @@ class _Watch(_DispatchMode):
         if self._uses is not None:
             for tensor in _tensors_of(args):
                 self._uses(tensor)
+        is_read = getattr(func, "__name__", "") == _READ_NUMBER
+        if is_read and self._number is not None and self._fakes.have_data(args):
+            with _with_data():
+                return self._number(args[0])
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
             given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
@@ -441,11 +434,11 @@ class _Watch(_DispatchMode):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._full, (args, kwargs))
             output = func(*args, **kwargs)
         if output is True:  # such as "any is infinite", "this is none of them"
-            return self._number == 0
+            return self._fakes.made_up == 0
         return pytree.tree_map_only(torch.Tensor, self._fakes.mode.from_tensor, output)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
-        shape, number = tuple(tensor.shape), self._number
+        shape, number = tuple(tensor.shape), self._fakes.made_up
         return torch.full(shape, number, dtype=tensor.dtype, device=tensor.device)
 
 

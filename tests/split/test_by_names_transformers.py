@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import taktline as tl
 from taktline.errors import PartitionError
-from taktline.stage import names
 from tests.runtime.parallel import mesh_of
 from tests.split.training import gradients, require_same
 from tests.split.transformers_models import LANGUAGES, loss, texts
@@ -37,23 +36,6 @@ def test_only_its_own_parameters_stay_with_a_piece() -> None:
     assert own() is piece.get_parameter("model.layers.3.mlp.up_proj.weight")
 
 
-def test_a_tied_weight_is_declared() -> None:
-    language = LANGUAGES["gpt2"]
-    pieces = tl.split.by_names(language.make(), language.cuts(2))
-    assert language.tied is not None
-    assert names.declared(pieces[1]) == (names.Tie(dict(enumerate(language.tied))),)
-
-
-def test_types_change_with_the_pieces() -> None:
-    language = LANGUAGES["llama"]
-    words, mask, _ = texts(SIZE)
-    expected = language.make().to(torch.bfloat16)(words, attention_mask=mask).logits
-    pieces = tl.split.by_names(language.make(), language.cuts(4))
-    for piece in pieces:
-        piece.to(torch.bfloat16)
-    assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
-
-
 def test_a_type_that_changes_behind_the_back_of_the_pieces() -> None:
     language = LANGUAGES["llama"]
     model = language.make()
@@ -64,15 +46,6 @@ def test_a_type_that_changes_behind_the_back_of_the_pieces() -> None:
     message = r"has changed since it was cut, from torch\.float32, but not .* 'model\.rotary_emb"
     with pytest.raises(PartitionError, match=message):
         pieces(words, attention_mask=mask)
-
-
-def test_under_autocast() -> None:
-    language = LANGUAGES["llama"]
-    words, mask, _ = texts(SIZE)
-    pieces = tl.split.by_names(language.make(), language.cuts(4))
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = language.make()(words, attention_mask=mask).logits
-        assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
 
 
 def test_checkpoints_of_transformers() -> None:
@@ -119,19 +92,6 @@ def test_a_model_without_data(name: str) -> None:
     pieces = tl.split.by_names(model, language.cuts(4))
     names = [key for piece in pieces for key, _ in piece.named_parameters()]
     assert set(names) == {key for key, _ in model.named_parameters(remove_duplicate=False)}
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_model_that_gets_its_data_in_pieces(name: str) -> None:
-    language = LANGUAGES[name]
-    with tl.split.deferred():
-        model = language.make()
-    pieces = tl.split.by_names(model, language.cuts(4))
-    for piece in pieces:
-        tl.split.materialise(piece, CPU, state_dict=language.make().state_dict())
-    words, mask, _ = texts(SIZE)
-    expected = language.make()(words, attention_mask=mask).logits
-    assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
 
 
 def train_replicas(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 import taktline as tl
 from tests.split.models import UNet
+from tests.split.test_idioms import X, require_same
 from tests.split.training import require_plain_training
 
 WIDTH = 4
@@ -21,19 +20,9 @@ WIDTH = 4
 class Base(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-
-class All(Base):
-    """What every layer returns is used at the end."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = []
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-            found.append(x)
-        return torch.stack(found).mean(0)
 
 
 class Conditioned(Base):
@@ -63,13 +52,12 @@ class Written(Base):
         return self.layers[3](x + self.layers[2](first))
 
 
-class Keywords(nn.Module):
+class Keywords(Base):
     """Layers give and take several values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.LSTM(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         x, (hidden, cell) = self.first(x)
@@ -78,59 +66,38 @@ class Keywords(nn.Module):
         return {"x": x, "cell": cell}
 
 
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-X = numbers(3, WIDTH)
-CONDITIONS = (X, torch.rand(3), torch.tensor([0, 3, 1]))
-CASES: list[tuple[type[nn.Module], list[str], tuple[Any, ...]]] = [
-    (All, ["layers.1", "layers.2", "layers.3"], (X,)),
-    (Conditioned, ["layers.1", "layers.2"], CONDITIONS),
-    (Written, ["layers.1", "layers.2"], (X,)),
-    (Keywords, ["layers.1", "layers.2"], (X,)),
-    (UNet, ["middle", "up.1"], (numbers(1, 3, 8, 8),)),
-    (UNet, ["down.1", "middle", "up.0"], (numbers(1, 3, 8, 8),)),
-]
-
-
-def total(output: Any) -> Tensor:
-    leaves = pytree.tree_leaves(output)
-    return torch.stack([leaf.square().sum() for leaf in leaves]).sum()
-
-
-@pytest.mark.parametrize(("kind", "cuts", "args"), CASES)
-def test_values_cross_with_their_gradients(
-    kind: type[nn.Module], cuts: list[str], args: tuple[Any, ...]
-) -> None:
+def unet() -> nn.Module:
     torch.manual_seed(0)
-    model = kind()
-    reference = copy.deepcopy(model)
-    pieces = tl.split.by_names(model, cuts, example=args)
-    for number in range(3):  # the later ones go quicker
-        torch.manual_seed(number)
-        found = total(pieces(*args))
-        torch.manual_seed(number)
-        expected = total(reference(*args))
-        torch.testing.assert_close(found, expected)
-        found.backward()
-        expected.backward()
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+    return UNet()
+
+
+LAYERS = ["layers.1", "layers.2"]
+CONDITIONS = (X, torch.tensor([0.1, 0.7]), torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize(
+    ("make", "cuts", "args"),
+    [
+        (Conditioned, LAYERS, CONDITIONS),
+        (Written, LAYERS, (X,)),
+        (Keywords, LAYERS, (X,)),
+        (unet, ["middle", "up.1"], (torch.ones(1, 3, 8, 8),)),
+        (unet, ["down.1", "middle", "up.0"], (torch.ones(1, 3, 8, 8),)),
+    ],
+)
+def test_values_cross_with_their_gradients(make: Any, cuts: list[str], args: Any) -> None:
+    require_same(make, *args, cuts=cuts)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("kind", [All, Conditioned])
-def test_they_are_found_by_a_pipeline(kind: type[nn.Module], schedule: str) -> None:
-    args = tuple(
-        part.repeat_interleave(4, 0) for part in (CONDITIONS if kind is Conditioned else (X,))
-    )
-    target = numbers(12, WIDTH)
-    require_plain_training(kind, args, target, schedule=schedule, microbatches=4, ranks=2)
+def test_they_are_found_by_a_pipeline(schedule: str) -> None:
+    args = tuple(part.repeat_interleave(4, 0) for part in CONDITIONS)
+    target, options = torch.ones(8, WIDTH), {"schedule": schedule, "ranks": 2}
+    require_plain_training(Conditioned, args, target, microbatches=4, **options)
 
 
 def test_no_more_crosses_than_is_used() -> None:
-    pieces = tl.split.by_names(Written(), ["layers.1", "layers.2"], example=(X,))
+    pieces = tl.split.by_names(Written(), LAYERS, example=(X,))
     values, *_ = pieces[0](X)
     assert len(values) == 2  # what layers.1 takes, and x
     values, *call = pieces[1](values, *pieces[0](X)[1:])
@@ -139,10 +106,8 @@ def test_no_more_crosses_than_is_used() -> None:
 
 
 def test_boundaries_list_what_crosses() -> None:
-    pipe = tl.Pipeline(
-        Written(), example=(X,), microbatches=2, ranks=3, cuts=["layers.1", "layers.2"]
-    )
-    assert all(row.shape == (3, WIDTH) for row in pipe.boundaries[1])
+    pipe = tl.Pipeline(Written(), example=(X,), microbatches=2, ranks=3, cuts=LAYERS)
+    assert all(row.shape == (2, WIDTH) for row in pipe.boundaries[1])
     assert pipe.boundaries[1][0].what == "layers.0 (its output)"
     text = str(pipe.boundaries).splitlines()
     assert text[0].split() == ["from", "to", "what", "type", "shape", "bytes"]

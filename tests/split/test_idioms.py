@@ -289,11 +289,39 @@ def calls_forward(self: Any, x: Tensor) -> Tensor:
     return self.head(x)
 
 
+def iterates(self: Any, x: Tensor) -> Tensor:
+    for _, block in self.blocks.named_children():
+        x = block(x)
+    return self.blocks[-1](x)
+
+
+def types_of_parameters(self: Any, x: Tensor) -> Tensor:
+    first = next(self.parameters())
+    x = self.run(x.to(first.device, first.dtype))
+    return x * next(self.head.parameters()).ndim
+
+
+def all_layers(self: Any, x: Tensor) -> Tensor:
+    found = []
+    for block in self.blocks:
+        x = torch.tanh(block(x))
+        found.append(x)
+    return torch.stack(found).mean(0)
+
+
+def shapes_alone(self: Any, x: Tensor) -> Tensor:
+    x = self.embed(x)
+    zeros, ones, twos = torch.zeros_like(x), x.new_ones(4), torch.full_like(x, 2.0)
+    for block in self.blocks:
+        x = block(x * twos + ones + zeros)
+    return x
+
+
 RIGHT: list[Any] = [
     masks, parameters, no_grad_in_parts, mixed_types, own_function, checkpoints, reentrant,
     one_checkpoint, nested_checkpoints, new_tensor_in_place, crossing_in_place, views,
     several_times, losses, sizes_of_arguments, sizes_of_activations, gradient_hooks, detaches,
-    buffer_in_place, argument_in_place,
+    buffer_in_place, argument_in_place, iterates, types_of_parameters, all_layers, shapes_alone,
 ]  # fmt: skip
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 import taktline as tl
 from taktline.errors import PartitionError
+from tests.split.test_idioms import Net, X, require_same
 from tests.split.training import require_plain_training
-
-WIDTH, PARTS = 4, 4
 
 FOUND: list[Tensor] = []
 
@@ -23,9 +22,11 @@ class Layer(nn.Linear):
     """Has a loss of its own, which it keeps, or puts where it is told to."""
 
     own: Any = 0.0
+    scale = 1.0
 
     def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
+        super().__init__(4, 4)
+        self.scale = 2.0
 
     def forward(self, input: Tensor, into: Any = None) -> Tensor:
         x = torch.tanh(super().forward(input))
@@ -62,7 +63,7 @@ class Reading(Layer):
 
     def leave(self, x: Tensor, into: Any) -> Tensor:
         into[len(into)] = x
-        return x + into[len(into) - 3] if len(into) > 2 else x
+        return x + into[len(into) - 2] if len(into) > 1 else x
 
 
 class Note:
@@ -76,114 +77,9 @@ class Noting(Layer):
 
 
 class Global(Layer):
-    def forward(self, input: Tensor, into: Any = None) -> Tensor:
-        x = super().forward(input)
+    def leave(self, x: Tensor, into: Any) -> Tensor:
         FOUND.append(x)
         return x
-
-
-class Model(nn.Module):
-    layer: type[nn.Module] = Layer
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.layer() for _ in range(6))
-
-    def run(self, x: Tensor, *into: Any) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, *into)
-        return x
-
-
-class Attributes(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.run(x)
-        layers: Any = self.layers
-        return x + sum(layer.own for layer in layers)
-
-
-class OneByOne(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        total: Any = 0
-        for layer in self.layers:
-            x = layer(x)
-            total = total + layer.own
-        return x * total
-
-
-class Inner(Model):
-    layer = Nested
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.run(x)
-        return x + sum(part.own for part in self.modules() if isinstance(part, Layer))
-
-
-class Deques(Model):
-    layer = Putting
-
-    def forward(self, x: Tensor) -> Tensor:
-        into: deque[Tensor] = deque()
-        x = self.run(x, into)
-        return x + sum(into)
-
-
-class Dicts(Model):
-    layer = Putting
-
-    def forward(self, x: Tensor) -> Tensor:
-        into: Any = defaultdict(list)
-        x = self.run(x, into)
-        return x + into["last"] * into["count"] + sum(into["sums"])
-
-
-class FromLayerToLayer(Model):
-    layer = Reading
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(x, {})
-
-
-def require_same(make: Callable[[], nn.Module], cuts: list[str]) -> None:
-    """Raise unless the stages compute what the model does, call after call."""
-    torch.manual_seed(0)
-    model = make()
-    torch.manual_seed(0)
-    plain = make()
-    pieces = tl.split.by_names(model, cuts, example=(torch.randn(2, WIDTH),))
-    for _ in range(3):
-        x = torch.randn(2, WIDTH)
-        found, right = pieces(x.clone()), plain(x.clone())
-        assert torch.equal(found, right)
-        (found.sum() + right.sum()).backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        assert one.grad is None or (other.grad is not None and torch.equal(one.grad, other.grad))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("kind", [OneByOne, Inner, Deques, Dicts, FromLayerToLayer])
-def test_as_in_the_plain_model(kind: type[nn.Module], schedule: str) -> None:
-    torch.manual_seed(1)
-    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    require_plain_training(kind, (x,), y, schedule=schedule, ranks=2, microbatches=PARTS)
-
-
-class Objects(Model):
-    layer = Noting
-
-    def forward(self, x: Tensor) -> Tensor:
-        note = Note()
-        return self.run(x, note) + note.own
-
-
-class Globals(Model):
-    layer = Global
-
-    def forward(self, x: Tensor) -> Tensor:
-        FOUND.clear()
-        return self.run(x) + sum(FOUND)
 
 
 class Adding(Layer):
@@ -192,44 +88,80 @@ class Adding(Layer):
         return x
 
 
-class Sums(Model):
-    layer = Adding
-
-    def forward(self, x: Tensor) -> Tensor:
-        into = torch.zeros(WIDTH)
-        return self.run(x, into) + into
+def run(self: Any, x: Tensor, into: Any) -> Tensor:
+    for block in self.blocks:
+        x = block(x, into)
+    return x
 
 
-@pytest.mark.parametrize("kind", [Objects, Globals, Sums])
-def test_what_a_later_stage_uses(kind: type[nn.Module]) -> None:
-    require_same(kind, ["layers.2", "layers.4"])
+def one_by_one(self: Any, x: Tensor) -> Tensor:
+    total: Any = 0
+    for block in self.blocks:
+        x = block(x)
+        total = total + block.own
+    return x * total
 
 
-class Scaled(nn.Linear):
-    scale = 1.0
-
-    def __init__(self, scale: float) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.scale = scale
+def inner(self: Any, x: Tensor) -> Tensor:
+    x = self.run(x)
+    return x + sum(part.own for part in self.modules() if isinstance(part, Layer))
 
 
-class Scaling(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Scaled(2.0 + number) for number in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers: Any = self.layers
-        for layer in layers:
-            x = layer(x)
-        return x * sum(layer.scale for layer in layers)
+def deques(self: Any, x: Tensor) -> Tensor:
+    into: deque[Tensor] = deque()
+    x = run(self, x, into)
+    return x + sum(into)
 
 
-def test_a_default_in_the_class_hides_nothing() -> None:
-    torch.manual_seed(0)
-    model, x = Scaling(), torch.randn(2, WIDTH)
-    pieces = tl.split.by_names(model, ["layers.2"], example=(x,))
-    torch.testing.assert_close(pieces(x), model(x))
+def dicts(self: Any, x: Tensor) -> Tensor:
+    into: Any = defaultdict(list)
+    x = run(self, x, into)
+    return x + into["last"] * into["count"] + sum(into["sums"])
+
+
+def from_layer_to_layer(self: Any, x: Tensor) -> Tensor:
+    return run(self, x, {})
+
+
+def notes(self: Any, x: Tensor) -> Tensor:
+    note = Note()
+    return run(self, x, note) + note.own
+
+
+def globally(self: Any, x: Tensor) -> Tensor:
+    FOUND.clear()
+    return self.run(x) + sum(FOUND)
+
+
+def sums(self: Any, x: Tensor) -> Tensor:
+    into = torch.zeros(4)
+    return run(self, x, into) + into
+
+
+def defaults(self: Any, x: Tensor) -> Tensor:
+    return self.run(x) * sum(block.scale for block in self.blocks)
+
+
+@pytest.mark.parametrize(
+    ("body", "block"),
+    [
+        *((one_by_one, Layer), (inner, Nested), (deques, Putting), (dicts, Putting)),
+        *((from_layer_to_layer, Reading), (notes, Noting), (globally, Global), (sums, Adding)),
+        (defaults, Layer),
+    ],
+)
+def test_what_a_later_stage_uses(body: Any, block: Callable[[], nn.Module]) -> None:
+    require_same(lambda: Net(body, block), X)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(("body", "block"), [(inner, Nested), (dicts, Putting)])
+def test_as_in_the_plain_model(body: Any, block: Callable[[], nn.Module], schedule: str) -> None:
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    cuts = ["blocks.1"] if schedule == "1f1b" else ["blocks.0", "blocks.1", "blocks.2"]
+    options: dict[str, Any] = {"schedule": schedule, "ranks": 2, "microbatches": 4, "cuts": cuts}
+    require_plain_training(lambda: Net(body, block), (x,), y, **options)
 
 
 class Outer(nn.Module):
@@ -237,7 +169,7 @@ class Outer(nn.Module):
 
     def __init__(self, of: str = "") -> None:
         super().__init__()
-        self.inner = Attributes()
+        self.inner = Net(one_by_one, Layer)
         self.method = self.inner.get_submodule(of).forward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -245,14 +177,11 @@ class Outer(nn.Module):
 
 
 def test_a_method_of_what_is_cut() -> None:
-    torch.manual_seed(0)
-    model, x = Outer(), torch.randn(2, WIDTH)
-    pieces = tl.split.by_names(model, ["inner.layers.2"], example=(x,))
-    torch.testing.assert_close(pieces(x), model(x))
-    direct = Outer("layers.1")  # the layer's forward, without the layer
-    message = r"does not call 'inner\.layers\.2', so no stage can begin there"
+    require_same(Outer, X, cuts=["inner.blocks.2"])
+    direct = Outer("blocks.1")  # the layer's forward, without the layer
+    message = r"does not call 'inner\.blocks\.2', so no stage can begin there"
     with pytest.raises(PartitionError, match=message):
-        tl.split.by_names(direct, ["inner.layers.2"], example=(x,))
+        tl.split.by_names(direct, ["inner.blocks.2"], example=(X,))
 
 
 class AddsOne(nn.Module):
@@ -270,6 +199,7 @@ class WritesShared(nn.Module):
 
     def __init__(self, uses: str) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.uses = uses
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.adds = AddsOne()
@@ -289,10 +219,10 @@ class WritesShared(nn.Module):
 @pytest.mark.parametrize("uses", ["whole", "view", "product", "argument"])
 @pytest.mark.parametrize("cuts", [["layers.1"], ["layers.2"], ["layers.1", "layers.2"]])
 def test_a_unit_that_changes_what_a_later_stage_uses(uses: str, cuts: list[str]) -> None:
-    require_same(lambda: WritesShared(uses), cuts)
+    require_same(lambda: WritesShared(uses), X.clone(), cuts=cuts)
 
 
 def test_a_unit_that_changes_what_came_with_a_view_of_it() -> None:
     message = r"test_side_effects\.py:\d+ changes a value in place in stage 1, .* view of it"
     with pytest.raises(PartitionError, match=message):
-        tl.split.by_names(WritesShared("view"), ["adds"], example=(torch.randn(2, WIDTH),))
+        tl.split.by_names(WritesShared("view"), ["adds"], example=(X,))

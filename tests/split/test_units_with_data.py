@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import taktline as tl
 from taktline.errors import PartitionError
@@ -59,74 +56,6 @@ def test_layers_that_look_at_their_data() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
-
-
-SMALL: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 16,
-}
-
-
-def mixtral(**options: Any) -> nn.Module:
-    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2}
-    config = transformers.MixtralConfig(**SMALL, **experts, **options)
-    return transformers.MixtralForCausalLM(config)
-
-
-def deberta() -> nn.Module:
-    options: dict[str, Any] = {
-        "relative_attention": True,
-        "pos_att_type": ["p2c", "c2p"],
-        "position_buckets": 4,
-        "conv_kernel_size": 3,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-    return transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**SMALL, **options))
-
-
-def xlnet() -> nn.Module:
-    config = transformers.XLNetConfig(
-        vocab_size=WORDS, d_model=WIDTH, n_layer=4, n_head=2, d_inner=24, dropout=0.0
-    )
-    return transformers.XLNetLMHeadModel(config)
-
-
-def loss_fn(output: Any, target: Tensor) -> Tensor:
-    loss = F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
-    routers = getattr(output, "aux_loss", None)
-    return loss if routers is None else loss + 0.1 * routers
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by DeBERTa
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.matrix), "zbv"])
-@pytest.mark.parametrize(
-    "make",
-    [mixtral, lambda: mixtral(output_router_logits=True), deberta, xlnet],
-    ids=["mixtral", "routers", "deberta", "xlnet"],
-)
-def test_models_of_transformers(make: Callable[[], nn.Module], schedule: str) -> None:
-    torch.manual_seed(0)
-    model = make()
-    reference = copy.deepcopy(model)
-    words = torch.randint(2, WORDS, (4, 6))
-    pipe = tl.Pipeline(
-        model, example=(words[:2],), schedule=schedule, microbatches=2, loss_fn=loss_fn, ranks=2
-    )
-    for _ in range(2):
-        pipe.step(words, target=words)
-        for part in words.chunk(2):
-            (loss_fn(reference(part), part) / 2).backward()
-    for name, parameter in reference.named_parameters():
-        found = model.get_parameter(name).grad
-        torch.testing.assert_close(found, parameter.grad, msg=lambda text, name=name: name + text)
-    assert "from counted operations" in str(pipe)
 
 
 class Half(Enum):

@@ -34,9 +34,9 @@ class FlatStage(RecordedStage):
     def returned(self) -> int:
         """How many tensors the stage returns; the last one returns the output of the model."""
         known, stage = self._cut.first, self._stage
-        if known is None or stage + 1 == len(known.plans):
+        if known is None or stage + 1 == len(known):
             return 1
-        return len(known.plans[stage].sent) + len(known.plans[stage + 1].arguments)
+        return len(known[stage].plan.sent) + len(known[stage + 1].plan.arguments)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage."""
@@ -95,7 +95,7 @@ def _unpacked(
             f"stage {stage} takes {counted(len(needed), 'tensor')} of stage {stage - 1}, and got "
             f"{len(tensors)}; pass what that stage of the same model returns"
         )
-    values = {value: Absent(*record.metas[value]) for value in given}
+    values = {value: value.absent for value in given}
     values |= dict(zip(needed, tensors, strict=True))
     return tuple(tensors[: len(plan.received)]), filled(record.given, values)
 
