@@ -19,7 +19,6 @@ from tests.runtime.scenarios import CPU
 from tests.runtime.test_agreement import OF_ONE_BATCH
 from tests.runtime.test_errors import Outcomes, assert_all, make
 from tests.runtime.test_errors import outcomes as outcomes
-from tests.workers import Workers
 
 DIM = 4
 SIZES = [(32, 5), (17, 16), (6, 8), (1, 4), (16, 4)]
@@ -76,37 +75,6 @@ def test_a_pipeline_trains_as_the_model_does(schedule: str, rows: int, microbatc
     torch.testing.assert_close([*found, evaluated], [loss] * 4, rtol=1e-12, atol=0)
     torch.testing.assert_close([p.grad for p in pipe.parameters()], gradients, rtol=1e-11, atol=0)
     assert (len(losses), len(output)) == (min(rows, microbatches), rows)
-
-
-def alone(rank: int, group: Any, schedule: str, rows: int, microbatches: int) -> Any:
-    """Each rank passes only what it needs."""
-    plan = tl.build(schedule, ranks=2, microbatches=microbatches)
-    modules, mine = modules_for(plan), plan.placement.stages_of(rank)
-    stages = [tl.PipelineStage(modules[s], s, plan.stages, CPU, group=group) for s in mine]
-    runner = tl.ScheduleFromPlan(stages, plan, F.mse_loss)
-    x, target = batch(rows)
-    args, given = ((x,) if 0 in mine else ()), (target if plan.stages - 1 in mine else None)
-    for _ in range(2):
-        runner.step(*args, target=given, share_losses=True)
-    trained = runner.loss
-    runner.eval(*args, target=given, share_losses=True)
-    return {s: [p.grad for p in modules[s].parameters()] for s in mine}, trained, runner.loss
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("rows", "microbatches"), SIZES)
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
-def test_processes_train_as_the_model_does(
-    workers: Workers, schedule: str, rows: int, microbatches: int
-) -> None:
-    plan = tl.build(schedule, ranks=2, microbatches=microbatches)
-    gradients, loss = expected(modules_for(plan), rows, steps=2)
-    found = workers.run(alone, schedule, rows, microbatches, ranks=2)
-    by_stage = found[0][0] | found[1][0]
-    flat = [gradient for stage in range(plan.stages) for gradient in by_stage[stage]]
-    torch.testing.assert_close(flat, gradients, rtol=1e-11, atol=0)
-    for _, *losses in found:
-        torch.testing.assert_close(losses, [loss, loss], rtol=1e-12, atol=0)
 
 
 def test_sizes_that_change_and_a_trace() -> None:

@@ -22,7 +22,7 @@ from taktline.plan import Kind, write
 from taktline.runtime.schedule import ScheduleOptions
 from taktline.transport.local import LocalTransport
 from tests import warm
-from tests.runtime.cases import SCHEDULES
+from tests.runtime.scenarios import SCHEDULES
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 import taktline as tl
 from taktline.errors import BatchError
-from tests.runtime.cases import SCHEDULES
 from tests.runtime.features import Drops, loss_of_sums
 from tests.runtime.scenarios import (
     CPU,
+    SCHEDULES,
     plan_for,
 )
 from tests.runtime.test_errors import Outcomes, assert_all

@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import taktline as tl
 from taktline.plan import Plan
-from tests.runtime.cases import SCHEDULES
 from tests.runtime.parallel import mesh_of
-from tests.runtime.scenarios import plan_for
+from tests.runtime.scenarios import SCHEDULES, plan_for
 from tests.workers import Workers
 
 CPU = torch.device("cpu")

@@ -24,49 +24,16 @@ from taktline.plan.deps import needs
 from taktline.runtime.program import Program
 from taktline.runtime.trace import _arrivals
 from taktline.transport import local
-from tests.runtime.cases import (
+from tests.runtime.scenarios import (
     SCHEDULES,
     Case,
-    Result,
-    assert_same,
-    make_batch,
-    make_schedule,
-    merge,
-    named,
-    plan_of,
-    run_local,
-    run_pipelined,
-    stage_modules,
+    check_case,
+    run_case,
+    run_case_locally,
 )
 from tests.workers import Workers
 
 CALLS = (("step", 8), ("step", 8), ("eval", 8), ("step", 12))
-
-
-def run_traced(
-    rank: int, group: dist.ProcessGroup | None, case: Case
-) -> tuple[Result, list[Timeline], float]:
-    """As run_pipelined, with all calls in one trace."""
-    modules, device = stage_modules(case), torch.device(case.device)
-    mine = plan_of(case).placement.stages_of(rank)
-    stages = [tl.PipelineStage(modules[s], s, case.stages, device, group=group) for s in mine]
-    schedule = make_schedule(case, stages)
-    result = Result()
-    with schedule.trace() as trace:
-        for number, (call, size) in enumerate(case.calls):
-            x, target = make_batch(case, number, size)
-            losses: list[Tensor] = []
-            output = getattr(schedule, call)(
-                *((x,) if 0 in mine else ()),
-                target=target if case.stages - 1 in mine else None,
-                losses=losses,
-            )
-            if output is not None:
-                result.outputs.append(output)
-                result.losses.append([loss.detach() for loss in losses])
-    for s in mine:
-        result.gradients |= {n: p.grad for n, p in named(s, modules[s]) if p.grad is not None}
-    return result, trace.timelines, trace.clock_error
 
 
 def check(timelines: Sequence[Timeline], case: Case, error: float) -> None:
@@ -79,7 +46,7 @@ def check(timelines: Sequence[Timeline], case: Case, error: float) -> None:
         assert plan.level is Level.LOWERED
         kinds = (Kind.F,) if call == "eval" else (Kind.F, Kind.B, Kind.I, Kind.W)
         for rank in range(plan.ranks):
-            planned = plan_of(case).rows_of(rank)
+            planned = case.plan.rows_of(rank)
             expected = [
                 str(planned.leaf(row)) for row in range(len(planned)) if planned.kind[row] in kinds
             ]
@@ -107,20 +74,20 @@ def cases() -> list[Case]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_local(case: Case) -> None:
-    ranks = local.run(run_traced, 2, None, case)
-    for _, timelines, error in ranks:
-        assert error == 0  # local ranks share a clock
-        check(timelines, case, 0)
-    assert_same(merge([result for result, _, _ in ranks]), merge(run_local(case)))
+    ranks = run_case_locally(case, traced=True)
+    for rank in ranks:
+        assert rank.clock_error == 0  # local ranks share a clock
+        check(rank.timelines, case, 0)
+    check_case(ranks, case)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_gloo(workers: Workers, case: Case) -> None:
-    (first, ours, error), (second, theirs, _) = workers.run(run_traced, case)
-    check(ours, case, error)
-    assert_same(merge([first, second]), merge(workers.run(run_pipelined, case)))
-    for here, there in zip(ours, theirs, strict=True):
+    first, second = workers.run(run_case, case, True)
+    check(first.timelines, case, first.clock_error)
+    check_case([first, second], case)
+    for here, there in zip(first.timelines, second.timelines, strict=True):
         assert here.plan == there.plan
         assert (here.start == there.start).all()
         assert (here.end == there.end).all()
@@ -129,8 +96,8 @@ def test_gloo(workers: Workers, case: Case) -> None:
 
 def test_one_rank() -> None:
     case = Case("ScheduleInterleaved1F1B", 1, 3, 2, "mlp", CALLS)
-    _, timelines, error = run_traced(0, None, case)
-    check(timelines, case, error)
+    found = run_case(0, None, case, traced=True)
+    check(found.timelines, case, found.clock_error)
 
 
 def small(rank: int, module: nn.Module | None = None, **options: Any) -> tl.Schedule1F1B:
@@ -158,7 +125,7 @@ def test_a_trace_has_the_attributes_of_its_last_timeline() -> None:
 
 
 def test_a_measured_timeline_is_drawn_written_and_compared(tmp_path: Path) -> None:
-    timeline = local.run(run_traced, 2, None, cases()[1])[0][1][1]
+    timeline = run_case_locally(cases()[1], traced=True)[0].timelines[1]
     write_timeline(timeline, tmp_path / "measured.json")
     again = read_timeline(tmp_path / "measured.json")
     assert again.measured
@@ -379,5 +346,5 @@ def test_cuda(case: Case) -> None:
     """Several local ranks on one GPU, whose own clock tells."""
     case = replace(case, device="cuda")
     torch.zeros(1, device="cuda")
-    for _, timelines, error in local.run(run_traced, 2, None, case):
-        check(timelines, case, error)
+    for rank in run_case_locally(case, traced=True):
+        check(rank.timelines, case, rank.clock_error)
