@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import taktline as tl
-from taktline.errors import BatchError, LossError
+from taktline.errors import LossError
 from tests.runtime.features import DIM, Experts
 from tests.runtime.scenarios import CPU, SCHEDULES, plan_for
-from tests.runtime.test_errors import Outcomes, assert_all, make, run
+from tests.runtime.test_errors import Outcomes, make, run
 from tests.runtime.test_errors import outcomes as outcomes
 from tests.workers import Workers
 
@@ -255,35 +255,6 @@ def test_something_that_is_no_loss(loss: Any, text: str) -> None:
     with pytest.raises(LossError) as caught:
         tl.add_loss(loss)
     assert str(caught.value) == text
-
-
-def weighted(rank: int, group: Any, weights: Any) -> None:
-    schedule = make(rank, group)
-    schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), loss_weights=weights)
-
-
-@pytest.mark.parametrize(
-    ("weights", "text"),
-    [
-        (
-            [1, 2, 3],
-            "loss_weights has 3 numbers, but there are 4 micro-batches; pass one for each, or a "
-            "function of a micro-batch's target: a batch with fewer rows has fewer",
-        ),
-        (
-            [1, 2, 3, -1],
-            "loss_weights must be numbers from 0 up, not [1.0, 2.0, 3.0, -1.0]",
-        ),
-        (
-            [1, 2, 3, float("nan")],
-            "loss_weights must be numbers from 0 up, not [1.0, 2.0, 3.0, nan]",
-        ),
-        ([0] * 4, "loss_weights are all 0, so no micro-batch counts; leave out such a batch"),
-    ],
-    ids=["three", "negative", "nan", "zeros"],
-)
-def test_weights_that_make_no_sense(outcomes: Outcomes, weights: Any, text: str) -> None:
-    assert_all(outcomes(weighted, weights), BatchError, f"rank 1: {text}")
 
 
 def after_a_failure(rank: int, group: Any) -> list[int]:
