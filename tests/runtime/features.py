@@ -54,6 +54,13 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+class Alone(Layer):
+    """One tensor, and nothing else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
 class Many(Layer):
     """Several values of every kind as several arguments."""
 
@@ -275,6 +282,32 @@ def smoothed(output: Tensor, target: Tensor, *, beta: float, weight: Tensor) -> 
     return (F.smooth_l1_loss(output, target, beta=beta, reduction="none") * weight).mean()
 
 
+CLASSES, IGNORED = 5, -100
+
+
+def tokens(number: int, size: int) -> Batch:
+    """One class a token, of which most are ignored; all of them in the first micro-batch."""
+    target = torch.randint(CLASSES, (size, 7))
+    target[torch.rand(size, 7) < 0.6] = IGNORED
+    target[: -(-size // 4)] = IGNORED
+    target[-1] = 1
+    return (torch.randn(size, 7, DIM),), {}, target
+
+
+def classifier(count: int) -> list[nn.Module]:
+    layers: list[nn.Module] = [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(count)]
+    layers[-1] = nn.Linear(DIM, CLASSES)
+    return layers
+
+
+def of_tokens(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def count_tokens(target: Tensor) -> Tensor:
+    return (target != IGNORED).sum()
+
+
 # Skips.
 
 
@@ -438,13 +471,22 @@ FEATURES = {
         calls=(("step", 8), ("step", 8), ("step", 9)),
         options={"loss_kwargs": {"beta": 0.5, "weight": torch.arange(1.0, DIM + 1)}},
     ),
+    "few rows": Scenario(
+        of(Experts), plain_batch, calls=(*[("step", 3)] * 2, ("eval", 1), ("step", 1), ("step", 9))
+    ),
+    "tokens": Scenario(classifier, tokens, of_tokens, options={"loss_weights": count_tokens}),
+    "weights": scenario(Alone, options={"loss_weights": [1, 0, 2.5, 4]}),
+    "unscaled weights": scenario(
+        Alone, options={"loss_weights": torch.tensor([0.5, 0, 2.5, 4])}, scale_grads=False
+    ),
     "unet": Scenario(unet, images),
     "skip": scenario(Shared),
     "skip, checkpointed": scenario(Shared, checkpointed=True),
     "far skip": scenario(Jump),
     "dropped": scenario(Drops, sequences, loss=loss_of_sums),
 }
-INEXACT = ("loss", "loss, checkpointed", "loss in one stage", "skip", "skip, checkpointed")
+INEXACT = ("loss", "loss, checkpointed", "loss in one stage", "few rows")
+INEXACT += ("skip", "skip, checkpointed")
 """With several roots, or values that several stages use, the plain model adds up in another order
 than stage by stage from the back."""
 DYNAMIC = ("dropped",)

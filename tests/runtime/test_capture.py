@@ -267,56 +267,6 @@ def stage_of(pipe: tl.Pipeline, number: int) -> Stage:
     return stage
 
 
-def freeze(pipe: tl.Pipeline) -> None:
-    next(iter(pipe.parameters())).requires_grad_(False)
-
-
-def move(pipe: tl.Pipeline) -> None:
-    for parameter in pipe.parameters():
-        parameter.data = parameter.data.clone()
-
-
-def switch(pipe: tl.Pipeline) -> None:
-    stage = stage_of(pipe, 1)
-    stage.drop.eval()
-
-
-def replaced(pipe: tl.Pipeline) -> None:
-    stage = stage_of(pipe, 1)
-    stage.norm = nn.LayerNorm(WIDTH).to(stage.linear.weight.device)
-
-
-def drop_more(pipe: tl.Pipeline) -> None:
-    stage = stage_of(pipe, 1)
-    stage.drop.p = 0.5
-
-
-def scale_by_another_tensor(pipe: tl.Pipeline) -> None:
-    stage = stage_of(pipe, 2)
-    assert isinstance(stage, Scaled)
-    stage.scale = stage.scale + 1
-
-
-def set_part_of_a_list(pipe: tl.Pipeline) -> None:
-    stage = stage_of(pipe, 2)
-    stage.shifts[1] += 1
-
-
-def replace_forward(pipe: tl.Pipeline) -> None:
-    stage = stage_of(pipe, 1)
-    stage.norm.forward = torch.cos
-
-
-def change_the_loss(pipe: tl.Pipeline) -> None:
-    assert isinstance(pipe._loss_fn, Weighted)
-    pipe._loss_fn.factor += 1
-
-
-def replace_a_buffer_of_the_loss(pipe: tl.Pipeline) -> None:
-    assert isinstance(pipe._loss_fn, Weighted)
-    pipe._loss_fn.weight = pipe._loss_fn.weight + 1
-
-
 class Weighted(nn.Module):
     """A loss with a state."""
 
@@ -330,25 +280,43 @@ class Weighted(nn.Module):
         return (self.weight * (output - target) ** 2).mean() * self.factor
 
 
-CHANGES = [
-    freeze,
-    move,
-    switch,
-    replaced,
-    drop_more,
-    scale_by_another_tensor,
-    set_part_of_a_list,
-    replace_forward,
-    change_the_loss,
-    replace_a_buffer_of_the_loss,
-]
+def move(pipe: tl.Pipeline) -> None:
+    for parameter in pipe.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def replace_norm(pipe: tl.Pipeline) -> None:
+    stage = stage_of(pipe, 1)
+    stage.norm = nn.LayerNorm(WIDTH).to(stage.linear.weight.device)
+
+
+def add_one(owner: Any, name: str | int) -> None:
+    """To an attribute, or to a part of a list."""
+    if isinstance(name, int):
+        owner[name] += 1
+    else:
+        setattr(owner, name, getattr(owner, name) + 1)
+
+
+CHANGES: dict[str, Callable[[tl.Pipeline], object]] = {
+    "frozen": lambda pipe: next(iter(pipe.parameters())).requires_grad_(False),
+    "moved": move,
+    "mode": lambda pipe: stage_of(pipe, 1).drop.eval(),
+    "module": replace_norm,
+    "dropout": lambda pipe: setattr(stage_of(pipe, 1).drop, "p", 0.5),
+    "tensor": lambda pipe: add_one(stage_of(pipe, 2), "scale"),
+    "part of a list": lambda pipe: add_one(stage_of(pipe, 2).shifts, 1),
+    "forward": lambda pipe: setattr(stage_of(pipe, 1).norm, "forward", torch.cos),
+    "loss": lambda pipe: add_one(pipe._loss_fn, "factor"),
+    "buffer of the loss": lambda pipe: add_one(pipe._loss_fn, "weight"),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_has_changed_is_captured_anew(change: Callable[[tl.Pipeline], None]) -> None:
+def test_what_has_changed_is_captured_anew(change: str) -> None:
     pair = Pair(lambda: [Scaled() for _ in range(4)], ranks=1, loss_fn=Weighted())
     pair.settle()
-    pair.each(change)
+    pair.each(CHANGES[change])
     pair.train(5)
     assert count(pair, "capture") == 2
     assert pair.graphs.log[-1] == "replay"
@@ -357,7 +325,7 @@ def test_what_has_changed_is_captured_anew(change: Callable[[tl.Pipeline], None]
 def test_a_change_before_the_capture() -> None:
     pair = Pair()
     pair.train(3)
-    pair.each(replace_forward)
+    pair.each(CHANGES["forward"])
     pair.train(3)
     assert pair.graphs.log == ["capture", "replay", "replay"]
 
@@ -745,12 +713,3 @@ def test_the_gradients_of_weights_are_left_to_w() -> None:
         assert torch.equal(buffers[bias], torch.full((WIDTH,), 2.0))
         stage.backward_weight(0)
     assert torch.equal(buffers[weight], torch.full((WIDTH, WIDTH), 2.0))
-
-
-class Normed(Stage):
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.batch_norm(x))

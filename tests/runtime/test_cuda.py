@@ -14,17 +14,18 @@ from torch import nn
 import taktline as tl
 from taktline.transport import Channel
 from taktline.transport.distributed import Distributed
-from tests.runtime import scenarios
-from tests.runtime.cases import (
+from tests.runtime.features import FEATURES
+from tests.runtime.scenarios import (
     SCHEDULES,
     Case,
     assert_same,
-    merge,
+    check_case,
+    plan_for,
+    run_case,
+    run_case_locally,
     run_local,
-    run_pipelined,
     run_plain,
 )
-from tests.runtime.features import FEATURES
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # needed by deterministic algorithms
 
@@ -51,7 +52,7 @@ def deterministic() -> Iterator[None]:
 def test_local_ranks_on_one_gpu(schedule: str, model: str, strict: bool) -> None:
     per_rank = SCHEDULES[schedule][-1]
     case = Case(schedule, 2, per_rank, 4, model, CALLS, strict=strict, device="cuda")
-    assert_same(merge(run_local(case)), run_plain(case))
+    check_case(run_case_locally(case), case)
 
 
 NAMES = ("several", "nested", "dataclass", "layouts", "low precision", "twice", "dropped")
@@ -61,17 +62,17 @@ NAMES += ("unet", "skip, checkpointed", "far skip", "loss", "loss, checkpointed"
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_values_on_one_gpu(schedule: str, name: str) -> None:
-    scenario, plan = FEATURES[name], scenarios.plan_for(schedule, 2)
+    scenario, plan = FEATURES[name], plan_for(schedule, 2)
     device, dynamic = torch.device("cuda"), name == "dropped"
-    found = scenarios.run_local(scenario, plan, device=device, dynamic_shapes=dynamic)
-    scenarios.assert_same(found, scenarios.run_plain(scenario, plan, device), exact=False)
+    found = run_local(scenario, plan, device=device, dynamic_shapes=dynamic)
+    assert_same(found, run_plain(scenario, plan, device), exact=False)
 
 
 def test_seeded_dropout() -> None:
     case = Case(
         "Schedule1F1B", 2, 1, 4, "gpt", (("step", 8),) * 2, dropout=0.5, seed=1, device="cuda"
     )
-    assert_same(merge(run_local(case)), run_plain(case))
+    check_case(run_case_locally(case), case)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -107,7 +108,7 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup
 def test_one_rank_over_nccl(nccl: dist.ProcessGroup) -> None:
     """One alone; several are in test_nccl.py."""
     case = Case("ScheduleInterleavedZeroBubble", 1, 3, 4, "gpt", CALLS, device="cuda")
-    assert_same(run_pipelined(0, nccl, case), run_plain(case))
+    check_case([run_case(0, nccl, case)], case)
     transport = Distributed.of(nccl, torch.device("cuda"))
     assert transport.exchange([1, 2]) == [[1, 2]]
     transport.open([Channel(1, 2, False)])  # not of this rank: nothing to do

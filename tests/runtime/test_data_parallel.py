@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import (
 
 import taktline as tl
 from tests import models
-from tests.runtime.cases import SCHEDULES
 from tests.runtime.parallel import (
     WRAPPERS,
     Case,
@@ -40,6 +39,7 @@ from tests.runtime.parallel import (
     texts,
     whole,
 )
+from tests.runtime.scenarios import SCHEDULES
 from tests.stage.test_compiled import aot
 from tests.workers import Workers
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import taktline as tl
 from taktline.errors import BatchError
+from tests.runtime.features import Drops, loss_of_sums
 from tests.runtime.test_agreement import OF_ONE_BATCH
 from tests.workers import Workers
 
@@ -53,9 +55,10 @@ def make(
     num_stages: int = 2,
     plan: tl.Plan | None = None,
     loss_fn: Any = nn.functional.mse_loss,
+    ways: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
-    """A schedule over stages of one linear layer."""
+    """A schedule over stages of one linear layer, with options of its own and of the stages."""
     torch.manual_seed(rank)
     indices = [rank] if stages is None else stages
     made = [
@@ -63,9 +66,9 @@ def make(
         for i in indices
     ]
     if plan is not None:
-        return tl.ScheduleFromPlan(made, plan, loss_fn)
+        return tl.ScheduleFromPlan(made, plan, loss_fn, **ways)
     single = schedule in (tl.Schedule1F1B, tl.ScheduleGPipe)
-    return schedule(made[0] if single else made, microbatches, loss_fn)
+    return schedule(made[0] if single else made, microbatches, loss_fn, **ways)
 
 
 def run(schedule: Any, call: str = "step", size: int = 8, width: int = 4, **options: Any) -> Any:
@@ -118,6 +121,26 @@ def other_steps(rank: int, group: Any) -> None:
     run(schedule)
 
 
+def values_decide(rank: int, group: Any) -> None:
+    """The shapes that a stage returns depend on values."""
+    module = Drops(rank, 2)
+    schedule = make(rank, group, module=module, microbatches=2, loss_fn=loss_of_sums)
+    for value in (1.0, -1.0):
+        with torch.no_grad():
+            module.linear.weight.zero_()
+            module.linear.bias.fill_(value)
+            module.linear.bias[:2] = torch.tensor([5.0, -5.0])
+        schedule.step(torch.ones(4, 5, 6), target=torch.ones(4, 6))
+
+
+def cut_in_part(rank: int, group: Any) -> None:
+    schedule, x = make(rank, group, plan=FOR_EIGHT), torch.ones(6, 4)
+    if rank == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target_mbs=[x[:1]] * 8)
+
+
 def held(*stages: list[int], count: int = 4) -> Main:
     return lambda r, g: run(
         make(r, g, stages=stages[r], num_stages=count, schedule=tl.ScheduleInterleaved1F1B)
@@ -136,9 +159,14 @@ def as_float(output: Tensor, target: Tensor) -> Any:
 
 FOR_FOUR = tl.build("1f1b", ranks=4, microbatches=4)
 FOR_TWO = tl.build("1f1b", ranks=2, microbatches=4)
+FOR_EIGHT = tl.build("1f1b", ranks=2, microbatches=8)
 NOT_THE_SAME = "the ranks do not build the same pipeline: option "
 BUILD = "; build the same model with the same options and cuts on every rank"
 PLACES = "the stages are not where the schedule runs them: "
+WEIGHTS = (
+    "micro-batches; pass one for each, or a function of a micro-batch's target: a batch with fewer "
+    "rows has fewer"
+)
 FIRST = "rank 1, stage 1, micro-batch 0 (1F0): "
 
 CASES: dict[str, tuple[Main, type[Exception], str]] = {
@@ -253,6 +281,58 @@ CASES: dict[str, tuple[Main, type[Exception], str]] = {
         "rank 0, stage 0, micro-batch 0 (0F0): SignatureError: output 0 is float32[4, 4], not "
         "float32[2, 4], as it was for inputs of the same shapes before; if the output depends on "
         "their values, pass dynamic_shapes=True to the schedule",
+    ),
+    "shapes that depend on values": (
+        values_decide,
+        tl.StageError,
+        "rank 0, stage 0, micro-batch 0 (0F0): SignatureError: output 0 is float32[0, 6], not "
+        "float32[10, 6]; output 1 is 0, not 10, as it was for inputs of the same shapes before; if "
+        "the output depends on their values, pass dynamic_shapes=True to the schedule",
+    ),
+    "dynamic shapes on one rank": (
+        lambda r, g: run(make(r, g, ways={"dynamic_shapes": r == 1})),
+        tl.MismatchError,
+        f"{NOT_THE_SAME}dynamic_shapes is False on rank 0, but True on rank 1{BUILD}",
+    ),
+    "three weights": (
+        lambda r, g: run(make(r, g), loss_weights=[1, 2, 3]),
+        BatchError,
+        f"rank 1: loss_weights has 3 numbers, but there are 4 {WEIGHTS}",
+    ),
+    "more weights than micro-batches": (
+        lambda r, g: run(make(r, g, plan=FOR_EIGHT), size=6, loss_weights=[1.0] * 8),
+        BatchError,
+        f"rank 1: loss_weights has 8 numbers, but there are 6 {WEIGHTS}",
+    ),
+    "a negative weight": (
+        lambda r, g: run(make(r, g), loss_weights=[1, 2, 3, -1]),
+        BatchError,
+        "rank 1: loss_weights must be numbers from 0 up, not [1.0, 2.0, 3.0, -1.0]",
+    ),
+    "a weight that is no number": (
+        lambda r, g: run(make(r, g), loss_weights=[1, 2, 3, float("nan")]),
+        BatchError,
+        "rank 1: loss_weights must be numbers from 0 up, not [1.0, 2.0, 3.0, nan]",
+    ),
+    "no weight": (
+        lambda r, g: run(make(r, g), loss_weights=[0] * 4),
+        BatchError,
+        "rank 1: loss_weights are all 0, so no micro-batch counts; leave out such a batch",
+    ),
+    "a small batch of which some is cut already": (
+        cut_in_part,
+        BatchError,
+        "rank 1: the batch has 6 rows and runs as 6 micro-batches, but target_mbs has 8; pass all "
+        "of it whole, or all as micro-batches",
+    ),
+    "a target that cannot be cut": (
+        lambda r, g: run(
+            make(r, g, plan=FOR_TWO, ways={"target_chunk_spec": tl.TensorChunkSpec(0)}),
+            target=torch.ones(3, 4),
+        ),
+        BatchError,
+        "rank 1: target is float32[3, 4]: 3 along dimension 0 cannot be cut into 4 micro-batches; "
+        "pass at least 4, or use at most 3 micro-batches",
     ),
 }
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import taktline as tl
 from taktline.plan import Kind, Plan
-from tests.runtime.cases import SCHEDULES
-from tests.runtime.scenarios import CPU, plan_for
+from tests.runtime.scenarios import CPU, SCHEDULES, plan_for
 from tests.workers import Workers
 
 

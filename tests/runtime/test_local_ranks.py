@@ -1,16 +1,21 @@
-"""All ranks of a plan in one thread: their order, what is handed over, and what a user sees."""
+"""All ranks of a plan in one thread: their order, what is handed over, and what a user sees.
+
+They run micro-batch by micro-batch, where users can see only what the plan's order shows, too.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import StageError, TransportError
@@ -18,27 +23,36 @@ from taktline.plan import Kind, Plan, build
 from taktline.plan.schedules import names
 from taktline.runtime.runnable_plan import Runnable, merged
 from taktline.stage.names import declare
+from tests.runtime.scenarios import SCHEDULES
 
-X, Y = torch.ones(8, 4), torch.zeros(8, 4)
+X, Y = torch.linspace(-1, 1, 32).reshape(8, 4), torch.zeros(8, 4)
+CPU = torch.device("cpu")
 
 
 def pipeline(*stages: nn.Module, **options: Any) -> tl.Pipeline:
-    """A stage on each rank."""
+    """A stage on each rank, unless there are other numbers."""
     usual = {"microbatches": 4, "loss_fn": nn.functional.mse_loss, "ranks": len(stages)}
     return tl.Pipeline(list(stages), **(usual | options))
 
 
-class Watched(nn.Linear):
-    """Calls something with its input and output."""
+def nothing(*_: object) -> None: ...
 
-    def __init__(self, seen: Callable[[Tensor, Tensor], None]) -> None:
+
+def draw(*_: object) -> None:
+    torch.rand(())
+
+
+class Watched(nn.Linear):
+    """Calls something with its input and output, whose result, if any, is the output."""
+
+    def __init__(self, seen: Callable[[Tensor, Tensor], Any] = nothing) -> None:
         super().__init__(4, 4)
         self.seen = seen
 
     def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(input)
-        self.seen(input, output)
-        return output
+        output = torch.tanh(super().forward(input))
+        changed = self.seen(input, output)
+        return output if changed is None else changed
 
 
 def in_order(plan: Plan, rows: Any) -> None:
@@ -111,20 +125,53 @@ def test_no_rank_runs_ahead_in_an_evaluation(microbatches: int) -> None:
     assert most <= 4
 
 
-class Draws(nn.Linear):
-    """Notes a random number in each forward."""
+def test_a_micro_batch_goes_through_all_stages_before_the_next() -> None:
+    calls: list[int] = []
+    stages = [Watched(lambda *_, s=stage: calls.append(s)) for stage in range(4)]
+    pipe = pipeline(*stages, schedule="gpipe")
+    pipe.step(X, target=Y)  # learns what crosses boundaries
+    backward: list[int] = []
+    for stage, module in enumerate(stages):
+        module.weight.register_post_accumulate_grad_hook(lambda _, s=stage: backward.append(s))
+    calls.clear()
+    pipe.step(X, target=Y)
+    assert calls == [0, 1, 2, 3] * 4
+    assert backward == [3, 2, 1, 0] * 4
 
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.drawn: list[float] = []
 
-    def forward(self, input: Tensor) -> Tensor:
-        self.drawn.append(torch.rand(()).item())
-        return super().forward(input)
+def test_where_ranks_draw_they_keep_the_order_of_the_plan() -> None:
+    calls: list[int] = []
+    stages = [Watched(lambda *_, s=stage: calls.append(s)) for stage in range(4)]
+    pipe = pipeline(*stages, schedule="interleaved_1f1b", ranks=2)
+    pipe.step(X, target=Y)
+    planned = calls.copy()
+    calls.clear()
+    pipe.step(X, target=Y)
+    assert calls != planned
+    stages[2].seen = lambda _, output: calls.append(2) or output * torch.rand(())
+    before = torch.get_rng_state()
+    pipe.step(X, target=Y)  # unknown in advance; but the caller has drawn nothing
+    assert torch.equal(torch.get_rng_state(), before)
+    calls.clear()
+    pipe.step(X, target=Y)
+    assert calls == planned
+
+
+def test_a_plan_with_another_order_backward_is_kept() -> None:
+    calls: list[int] = []
+    plan = Plan.from_actions([["0F0", "0F1", "1F0", "1F1", "1B1", "0B1", "1B0", "0B0"]])
+    modules = [Watched(lambda *_, s=stage: calls.append(s)) for stage in range(2)]
+    stages = [tl.PipelineStage(m, s, 2, CPU) for s, m in enumerate(modules)]
+    schedule = tl.ScheduleFromPlan(stages, plan, nn.functional.mse_loss)
+    for _ in range(2):
+        calls.clear()
+        schedule.step(X, target=Y)
+        assert calls == [0, 0, 1, 1]
 
 
 def test_each_rank_draws_what_it_would_alone() -> None:
-    stages = [Draws() for _ in range(3)]
+    drawn: list[list[float]] = [[], [], []]
+    stages = [Watched(lambda *_, to=to: to.append(torch.rand(()).item())) for to in drawn]
     pipe = pipeline(*stages)
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -132,40 +179,89 @@ def test_each_rank_draws_what_it_would_alone() -> None:
     pipe.step(X, target=Y)
     assert torch.equal(torch.get_rng_state(), before)
     alone = [torch.rand(()).item() for _ in range(8)]
-    assert [stage.drawn for stage in stages] == [alone] * 3
+    assert drawn == [alone] * 3
     # The caller has drawn, so all begin where it is.
     pipe.step(X, target=Y)
-    assert [stage.drawn[8:] for stage in stages] == [[torch.rand(()).item() for _ in range(4)]] * 3
+    assert [each[8:] for each in drawn] == [[torch.rand(()).item() for _ in range(4)]] * 3
 
 
-def test_random_numbers_after_an_error() -> None:
-    stages = [Draws(), Watched(lambda x, _: x.fail)]  # pyright: ignore
-    pipe, before = pipeline(*stages), torch.get_rng_state()
-    with pytest.raises(StageError):
-        pipe.step(X, target=Y)
-    assert torch.equal(torch.get_rng_state(), before)
+class Checkpointed(nn.Module):
+    """Puts and gets values, and adds a loss, in a block that runs again in the backward."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stage % 2 == 0:
+            tl.skip.put("one of several", x + self.linear.bias)
+        return checkpoint(self.compute, x, use_reentrant=False)
+
+    def compute(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        if self.stage % 2:
+            x = x * tl.skip.get("one of several")
+        tl.add_loss(x.square().mean())
+        return x
 
 
-@pytest.mark.parametrize("rank", range(3))
-def test_an_error_names_its_rank(rank: int) -> None:
-    stages = [Watched(lambda *_: None) for _ in range(3)]
-    pipe = pipeline(*stages)
-    expected = pipe.step(X, target=Y)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_values_beside_the_output(schedule: str) -> None:
+    torch.manual_seed(0)
+    per_rank = min(2, SCHEDULES[schedule][-1])
+    stages = [Checkpointed(stage) for stage in range(2 * per_rank)]
+    pipe = pipeline(*stages, schedule=schedule, ranks=2, stages_per_rank=per_rank)
+    pipe.step(X, target=Y)
+    found: list[Any] = []
+    for block in (nullcontext(), pipe.trace()):  # where every action runs by itself
+        pipe.zero_grad()
+        with block:
+            pipe.step(X, target=Y)
+        found.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
+    assert len(found[0]) == 2 * len(stages)
+    torch.testing.assert_close(found[0], found[1])
 
-    def fail(*_: object) -> None:
+
+class Fails(torch.autograd.Function):
+    """Cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         raise ValueError("on purpose")
 
-    stages[rank].seen = fail
+
+def fail(*_: object) -> None:
+    draw()
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["F", "B"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("stage", range(4))
+def test_an_error_names_its_stage(schedule: str, stage: int, backward: bool) -> None:
+    stages = [Watched() for _ in range(4)]
+    pipe = pipeline(*stages, schedule=schedule, ranks=4 if schedule == "1f1b" else 2)
+    expected = [pipe.step(X, target=Y), pipe.step(X, target=Y)][-1]
+    stages[stage].seen = (lambda _, output: Fails.apply(output)) if backward else fail
+    before = torch.get_rng_state()
     with pytest.raises(StageError) as caught:
         pipe.step(X, target=Y)
-    assert str(caught.value).startswith(f"rank {rank}, stage {rank}, micro-batch 0")
-    assert "ValueError: on purpose" in str(caught.value)
-    stages[rank].seen = lambda *_: None
+    assert torch.equal(torch.get_rng_state(), before)
+    rank, action = stage if schedule == "1f1b" else [0, 1, 1, 0][stage], "FB"[backward]
+    assert str(caught.value) == (
+        f"rank {rank}, stage {stage}, micro-batch 0 ({stage}{action}0): ValueError: on purpose"
+    )
+    stages[stage].seen = nothing
     assert pipe.step(X, target=Y) == expected
 
 
 def test_ctrl_c_in_a_rank() -> None:
-    stages = [Watched(lambda *_: None) for _ in range(3)]
+    stages = [Watched() for _ in range(3)]
     pipe = pipeline(*stages)
     expected = pipe.step(X, target=Y)
 
@@ -175,7 +271,7 @@ def test_ctrl_c_in_a_rank() -> None:
     stages[1].seen = interrupt
     with pytest.raises(KeyboardInterrupt):
         pipe.step(X, target=Y)
-    stages[1].seen = lambda *_: None
+    stages[1].seen = nothing
     assert pipe.step(X, target=Y) == expected
 
 
@@ -221,11 +317,42 @@ def test_a_trace_has_every_rank() -> None:
     assert trace.clock_error == 0
 
 
+class Lends(nn.Module):
+    """Hands its weight on beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.linear.weight
+
+
+class Borrows(nn.Module):
+    """Uses the weight of the stage before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.linear(x) @ weight
+
+
+def test_a_weight_that_is_handed_on_keeps_no_hooks() -> None:
+    """Each micro-batch of each step left one on it."""
+    first = Lends()
+    pipe = pipeline(first, Borrows())
+    for _ in range(3):
+        pipe.step(X, target=Y)
+    assert not first.linear.weight._backward_hooks
+
+
 def test_the_halves_of_a_backward_are_one_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients are the same, and a trace shows each half by itself."""
     torch.manual_seed(0)
     actions = [f"0{kind}{m}" for m in range(4) for kind in "FIW"]
-    stage = tl.PipelineStage(Draws(), 0, 1, torch.device("cpu"))
+    stage = tl.PipelineStage(Watched(draw), 0, 1, CPU)
     pipe = tl.ScheduleFromPlan([stage], Plan.from_actions([actions]), nn.functional.mse_loss)
     calls: list[Kind] = []
     for kind, name in ((Kind.B, "backward"), (Kind.I, "backward_input")):
@@ -254,7 +381,7 @@ def test_the_halves_of_a_backward_are_one_where_they_meet(monkeypatch: pytest.Mo
 
 def test_halves_with_other_actions_between_them_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan.from_actions([["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]])
-    stage = tl.PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    stage = tl.PipelineStage(nn.Linear(4, 4), 0, 1, CPU)
     monkeypatch.setattr(stage, "backward", lambda *_: pytest.fail("I and W do not meet here"))
     tl.ScheduleFromPlan([stage], plan, nn.functional.mse_loss).step(X, target=Y)
     assert all(parameter.grad is not None for parameter in stage.submod.parameters())
@@ -273,7 +400,7 @@ def test_a_stage_with_halves_of_its_own_keeps_them(
 
     plan = Plan.from_actions([["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]])
     make = Own if of == "its class" else tl.PipelineStage
-    stage = make(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    stage = make(nn.Linear(4, 4), 0, 1, CPU)
     if of == "itself":
         monkeypatch.setattr(stage, "backward_weight", called.append)
     tl.ScheduleFromPlan([stage], plan, nn.functional.mse_loss).step(X, target=Y)

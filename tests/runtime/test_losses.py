@@ -10,95 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import taktline as tl
-from taktline.errors import BatchError, LossError
-from tests.runtime.cases import SCHEDULES
+from taktline.errors import LossError
 from tests.runtime.features import DIM, Experts
-from tests.runtime.scenarios import CPU, Batch, plan_for
-from tests.runtime.test_errors import Outcomes, assert_all, make, run
+from tests.runtime.scenarios import CPU, SCHEDULES, plan_for
+from tests.runtime.test_errors import Outcomes, make, run
 from tests.runtime.test_errors import outcomes as outcomes
 from tests.workers import Workers
-
-CLASSES, IGNORED = 5, -100
-
-
-def tokens(number: int, size: int) -> Batch:
-    """One class a token, of which most are ignored; all of them in the first micro-batch."""
-    target = torch.randint(CLASSES, (size, 7))
-    target[torch.rand(size, 7) < 0.6] = IGNORED
-    target[: size // 4] = IGNORED
-    target[-1] = 1
-    return (torch.randn(size, 7, DIM),), {}, target
-
-
-def head(count: int) -> list[nn.Module]:
-    layers: list[nn.Module] = [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(count)]
-    layers[-1] = nn.Linear(DIM, CLASSES)
-    return layers
-
-
-def summed(output: Tensor, target: Tensor, *, total: float = 1.0) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / total
-
-
-def averaged(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def count_tokens(target: Tensor) -> Tensor:
-    return (target != IGNORED).sum()
-
-
-def train_on_tokens(
-    rank: int, group: Any, schedule: str, way: str
-) -> tuple[dict[str, Tensor | None], list[Tensor]]:
-    """Gradients of the mean over all tokens of a batch, in one of the ways to ask for it."""
-    torch.manual_seed(7)
-    plan = plan_for(schedule, 2)
-    modules, mine = head(plan.stages), plan.placement.stages_of(rank)
-    stages = [tl.PipelineStage(modules[s], s, plan.stages, CPU, group=group) for s in mine]
-    (x,), _, target = tokens(0, 8)
-    counts = [count_tokens(part).item() for part in target.tensor_split(4)]
-    total = float(sum(counts))
-    losses: list[Tensor] = []
-    options: dict[str, Any] = {
-        "function": {"loss_weights": count_tokens},
-        "numbers": {"loss_weights": counts},
-        "tensor": {"loss_weights": torch.tensor(counts)},
-        "unscaled": {"loss_weights": [count / total for count in counts]},
-        "sum": {"loss_kwargs": {"total": total}},
-    }[way]
-    runner = tl.ScheduleFromPlan(
-        stages,
-        plan,
-        summed if way == "sum" else averaged,
-        scale_grads=way not in ("unscaled", "sum"),
-    )
-    for _ in range(2):
-        for s in mine:
-            modules[s].zero_grad()
-        runner.step(x, target=target, losses=losses, share_losses=True, **options)
-    return {f"{s}.{n}": p.grad for s in mine for n, p in modules[s].named_parameters()}, losses
-
-
-WAYS = ("function", "numbers", "tensor", "unscaled", "sum")
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.processes
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("way", WAYS)
-def test_every_token_counts_the_same(workers: Workers, schedule: str, way: str) -> None:
-    torch.manual_seed(7)
-    plan = plan_for(schedule, 2)
-    model = nn.Sequential(*head(plan.stages))
-    (x,), _, target = tokens(0, 8)
-    assert count_tokens(target[:2]) == 0  # whose mean is nan
-    averaged(model(x), target).backward()
-    found = workers.run(train_on_tokens, schedule, way, ranks=2)
-    gradients = {name: g for rank, _ in found for name, g in rank.items()}
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    assert gradients.keys() == expected.keys()
-    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-8)
 
 
 def shared(rank: int, group: Any, dtype: torch.dtype) -> list[Any]:
@@ -338,35 +255,6 @@ def test_something_that_is_no_loss(loss: Any, text: str) -> None:
     with pytest.raises(LossError) as caught:
         tl.add_loss(loss)
     assert str(caught.value) == text
-
-
-def weighted(rank: int, group: Any, weights: Any) -> None:
-    schedule = make(rank, group)
-    schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), loss_weights=weights)
-
-
-@pytest.mark.parametrize(
-    ("weights", "text"),
-    [
-        (
-            [1, 2, 3],
-            "loss_weights has 3 numbers, but there are 4 micro-batches; pass one for each, or a "
-            "function of a micro-batch's target: a batch with fewer rows has fewer",
-        ),
-        (
-            [1, 2, 3, -1],
-            "loss_weights must be numbers from 0 up, not [1.0, 2.0, 3.0, -1.0]",
-        ),
-        (
-            [1, 2, 3, float("nan")],
-            "loss_weights must be numbers from 0 up, not [1.0, 2.0, 3.0, nan]",
-        ),
-        ([0] * 4, "loss_weights are all 0, so no micro-batch counts; leave out such a batch"),
-    ],
-    ids=["three", "negative", "nan", "zeros"],
-)
-def test_weights_that_make_no_sense(outcomes: Outcomes, weights: Any, text: str) -> None:
-    assert_all(outcomes(weighted, weights), BatchError, f"rank 1: {text}")
 
 
 def after_a_failure(rank: int, group: Any) -> list[int]:

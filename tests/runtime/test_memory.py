@@ -15,7 +15,7 @@ import taktline as tl
 from taktline.meta import TensorMeta
 from taktline.plan import Costs, Kind, memory_curve, peak_memory
 from taktline.transport.wire import Layout
-from tests.runtime.cases import SCHEDULES, Case, make_schedule, plan_of
+from tests.runtime.scenarios import SCHEDULES, Case
 
 ROWS, WIDTH = 2, 16  # of a micro-batch
 MESSAGE = Layout((TensorMeta((ROWS, WIDTH), torch.float32),)).nbytes
@@ -52,13 +52,12 @@ class Rank:
         """How many of the model's outputs were alive before each forward of the last stage."""
         self.look: Callable[[Tensor], None] = lambda _: None
         """Called in each forward with its hidden activation."""
-        mine = plan_of(case).placement.stages_of(rank)
+        mine = case.plan.placement.stages_of(rank)
         has_last = case.stages - 1 in mine
         modules = {s: Layer(self, is_last=s == case.stages - 1) for s in mine}
         cpu = torch.device("cpu")
-        self._schedule = make_schedule(
-            case, [tl.PipelineStage(modules[s], s, case.stages, cpu) for s in mine]
-        )
+        stages = [tl.PipelineStage(modules[s], s, case.stages, cpu) for s in mine]
+        self._schedule = case.schedule_of(stages)
         size = (case.microbatches * ROWS, WIDTH)
         self._args = (torch.ones(size),) if 0 in mine else ()
         self._target = torch.ones(size) if has_last else None
@@ -121,7 +120,7 @@ def in_flight(case: Case, rank: int) -> list[tuple[int, int]]:
     until_input, until_weight = (
         alive(case, rank, Costs(kept_for_weight=kept)) for kept in (0.0, 1.0)
     )
-    assert max(until_weight) == peak_memory(plan_of(case))[rank]  # by default, all is kept for W
+    assert max(until_weight) == peak_memory(case.plan)[rank]  # by default, all is kept for W
     return list(zip(until_input, until_weight, strict=True))
 
 
@@ -138,7 +137,7 @@ def outputs_in_flight(case: Case, rank: int) -> list[int]:
 
 def alive(case: Case, rank: int, costs: Costs, *, stage: int | None = None) -> list[int]:
     """The memory curve of a rank in its forwards, or in those of one of its stages."""
-    plan = plan_of(case)
+    plan = case.plan
     during = memory_curve(plan, costs)[0][plan.offsets[rank] : plan.offsets[rank + 1]]
     rows = plan.rows_of(rank)
     forward = rows.kind == Kind.F

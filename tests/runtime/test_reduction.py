@@ -20,7 +20,6 @@ from taktline.errors import ScheduleError
 from taktline.plan import Plan
 from taktline.plan.passes import add_reduce, add_shard
 from taktline.runtime.runnable_plan import Runnable
-from tests.runtime.cases import SCHEDULES
 from tests.runtime.parallel import (
     WRAPPERS,
     Case,
@@ -38,6 +37,7 @@ from tests.runtime.parallel import (
     run_plain,
     texts,
 )
+from tests.runtime.scenarios import SCHEDULES
 from tests.runtime.test_agreement import OF_ONE_BATCH
 from tests.workers import Workers
 

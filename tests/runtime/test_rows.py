@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import taktline as tl
-from taktline.errors import BatchError, MismatchError
+from taktline.errors import BatchError
 from taktline.runtime.microbatch import Replicate
 from tests.runtime.scenarios import CPU
-from tests.runtime.test_agreement import OF_ONE_BATCH
-from tests.runtime.test_errors import Outcomes, assert_all, make
+from tests.runtime.test_errors import Outcomes, make
 from tests.runtime.test_errors import outcomes as outcomes
-from tests.workers import Workers
 
 DIM = 4
 SIZES = [(32, 5), (17, 16), (6, 8), (1, 4), (16, 4)]
@@ -76,37 +74,6 @@ def test_a_pipeline_trains_as_the_model_does(schedule: str, rows: int, microbatc
     torch.testing.assert_close([*found, evaluated], [loss] * 4, rtol=1e-12, atol=0)
     torch.testing.assert_close([p.grad for p in pipe.parameters()], gradients, rtol=1e-11, atol=0)
     assert (len(losses), len(output)) == (min(rows, microbatches), rows)
-
-
-def alone(rank: int, group: Any, schedule: str, rows: int, microbatches: int) -> Any:
-    """Each rank passes only what it needs."""
-    plan = tl.build(schedule, ranks=2, microbatches=microbatches)
-    modules, mine = modules_for(plan), plan.placement.stages_of(rank)
-    stages = [tl.PipelineStage(modules[s], s, plan.stages, CPU, group=group) for s in mine]
-    runner = tl.ScheduleFromPlan(stages, plan, F.mse_loss)
-    x, target = batch(rows)
-    args, given = ((x,) if 0 in mine else ()), (target if plan.stages - 1 in mine else None)
-    for _ in range(2):
-        runner.step(*args, target=given, share_losses=True)
-    trained = runner.loss
-    runner.eval(*args, target=given, share_losses=True)
-    return {s: [p.grad for p in modules[s].parameters()] for s in mine}, trained, runner.loss
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("rows", "microbatches"), SIZES)
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
-def test_processes_train_as_the_model_does(
-    workers: Workers, schedule: str, rows: int, microbatches: int
-) -> None:
-    plan = tl.build(schedule, ranks=2, microbatches=microbatches)
-    gradients, loss = expected(modules_for(plan), rows, steps=2)
-    found = workers.run(alone, schedule, rows, microbatches, ranks=2)
-    by_stage = found[0][0] | found[1][0]
-    flat = [gradient for stage in range(plan.stages) for gradient in by_stage[stage]]
-    torch.testing.assert_close(flat, gradients, rtol=1e-11, atol=0)
-    for _, *losses in found:
-        torch.testing.assert_close(losses, [loss, loss], rtol=1e-12, atol=0)
 
 
 def test_sizes_that_change_and_a_trace() -> None:
@@ -166,15 +133,13 @@ def test_a_target_with_several_entries_a_row_is_cut_where_the_batch_is(rows: int
     torch.testing.assert_close(loss, F.mse_loss(pipe.eval(x)[..., 0].flatten(), target))
 
 
-def half_a_target(rank: int, group: Any, **options: Any) -> list[float]:
-    """A target with a row for two of the batch's."""
-    torch.manual_seed(0)
-    stage = tl.PipelineStage(nn.Linear(DIM, DIM), rank, 2, CPU, group=group)
-    plan = tl.build("1f1b", ranks=2, microbatches=2)
-    schedule = tl.ScheduleFromPlan([stage], plan, pairwise_loss, **options)
+def half_a_target(rank: int, group: Any) -> list[float]:
+    """A target with a row for two of the batch's, by consent."""
     losses: list[Tensor] = []
-    x, target = torch.ones(8, DIM), torch.ones(4, DIM)
-    schedule.step(x, target=target, losses=losses, share_losses=True)
+    plan = tl.build("1f1b", ranks=2, microbatches=2)
+    ways = {"target_chunk_spec": tl.TensorChunkSpec(0)}
+    schedule = make(rank, group, plan=plan, loss_fn=pairwise_loss, ways=ways)
+    schedule.step(torch.ones(8, DIM), target=torch.ones(4, DIM), losses=losses, share_losses=True)
     return [loss.item() for loss in losses]
 
 
@@ -182,29 +147,10 @@ def pairwise_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.unflatten(0, (-1, 2)).mean(1), target)
 
 
-def half_a_target_by_consent(rank: int, group: Any) -> list[float]:
-    return half_a_target(rank, group, target_chunk_spec=tl.TensorChunkSpec(0))
-
-
 def test_a_target_with_half_the_rows(outcomes: Outcomes) -> None:
-    assert_all(
-        outcomes(half_a_target),
-        MismatchError,
-        f"the batch has 8 rows, but the target on rank 1 has 4; {OF_ONE_BATCH}",
-    )
-
-
-def test_a_target_with_half_the_rows_by_consent(outcomes: Outcomes) -> None:
-    first, last = outcomes(half_a_target_by_consent)
+    first, last = outcomes(half_a_target)
     assert first == last
     assert len(first) == 2
-
-
-def make_rows(rank: int, group: Any, microbatches: int, **options: Any) -> tl.ScheduleFromPlan:
-    torch.manual_seed(rank)
-    stage = tl.PipelineStage(nn.Linear(DIM, DIM), rank, 2, CPU, group=group)
-    plan = tl.build("1f1b", ranks=2, microbatches=microbatches)
-    return tl.ScheduleFromPlan([stage], plan, F.mse_loss, **options)
 
 
 def test_a_target_for_all() -> None:
@@ -219,58 +165,6 @@ def test_a_target_for_all() -> None:
     schedule = tl.ScheduleFromPlan([stage], plan, loss_fn, target_chunk_spec=Replicate())
     schedule.step(torch.ones(8, DIM), target=torch.ones(DIM))
     assert seen == [(DIM,)] * 4
-
-
-def too_many_weights(rank: int, group: Any) -> tuple[str, int]:
-    """What is found out after the ranks have agreed is raised on each of them; then it goes on."""
-    schedule = make_rows(rank, group, 8)
-    x = torch.ones(6, DIM)
-    with pytest.raises(BatchError) as caught:
-        schedule.step(x, target=x, loss_weights=[1.0] * 8)
-    losses: list[Tensor] = []
-    schedule.step(x, target=x, loss_weights=len, losses=losses, share_losses=True)
-    return str(caught.value), len(losses)
-
-
-def test_more_weights_than_micro_batches(outcomes: Outcomes) -> None:
-    text = (
-        "rank 1: loss_weights has 8 numbers, but there are 6 micro-batches; pass one for each, or "
-        "a function of a micro-batch's target: a batch with fewer rows has fewer"
-    )
-    for found, count in outcomes(too_many_weights):
-        assert (found.split("\non rank")[0], count) == (text, 6)
-
-
-def cut_already(rank: int, group: Any) -> None:
-    x = torch.ones(6, DIM)
-    schedule = make_rows(rank, group, 8)
-    if rank == 0:
-        schedule.step(x)
-    else:
-        schedule.step(target_mbs=[x[:1]] * 8)
-
-
-def test_a_small_batch_of_which_some_is_cut_already(outcomes: Outcomes) -> None:
-    assert_all(
-        outcomes(cut_already),
-        BatchError,
-        "rank 1: the batch has 6 rows and runs as 6 micro-batches, but target_mbs has 8; pass all "
-        "of it whole, or all as micro-batches",
-    )
-
-
-def too_few_in_target(rank: int, group: Any) -> None:
-    schedule = make_rows(rank, group, 4, target_chunk_spec=tl.TensorChunkSpec(0))
-    schedule.step(torch.ones(8, DIM), target=torch.ones(3, DIM))
-
-
-def test_a_target_that_cannot_be_cut(outcomes: Outcomes) -> None:
-    assert_all(
-        outcomes(too_few_in_target),
-        BatchError,
-        "rank 1: target is float32[3, 4]: 3 along dimension 0 cannot be cut into 4 micro-batches; "
-        "pass at least 4, or use at most 3 micro-batches",
-    )
 
 
 def test_an_empty_batch() -> None:

@@ -11,56 +11,16 @@ from torch.nn import functional as F
 
 import taktline as tl
 from taktline.errors import BatchError
-from tests.runtime.cases import SCHEDULES
-from tests.runtime.features import Drops, loss_of_sums
 from tests.runtime.scenarios import (
     CPU,
+    SCHEDULES,
     plan_for,
 )
-from tests.runtime.test_errors import Outcomes, assert_all
+from tests.runtime.test_errors import Outcomes
 from tests.runtime.test_errors import outcomes as outcomes
 from tests.workers import Workers
 
 DIM = 6
-
-
-def static(rank: int, group: Any) -> None:
-    module = Drops(rank, 2)
-    stage = tl.PipelineStage(module, rank, 2, CPU, group=group)
-    schedule = tl.Schedule1F1B(stage, 2, loss_of_sums)
-    torch.manual_seed(0)
-    for value in (1.0, -1.0):
-        with torch.no_grad():
-            module.linear.weight.zero_()
-            module.linear.bias.fill_(value)
-            module.linear.bias[0] = 5.0
-            module.linear.bias[1] = -5.0
-        schedule.step(torch.ones(4, 5, DIM), target=torch.ones(4, DIM))
-
-
-def test_without_dynamic_shapes_the_error_says_how(outcomes: Outcomes) -> None:
-    assert_all(
-        outcomes(static),
-        tl.StageError,
-        "rank 0, stage 0, micro-batch 0 (0F0): SignatureError: output 0 is float32[0, 6], not "
-        "float32[10, 6]; output 1 is 0, not 10, as it was for inputs of the same shapes before; if "
-        "the output depends on their values, pass dynamic_shapes=True to the schedule",
-    )
-
-
-def differently_dynamic(rank: int, group: Any) -> None:
-    stage = tl.PipelineStage(nn.Linear(DIM, DIM), rank, 2, CPU, group=group)
-    schedule = tl.Schedule1F1B(stage, 2, F.mse_loss, dynamic_shapes=rank == 1)
-    schedule.step(torch.ones(4, DIM), target=torch.ones(4, DIM))
-
-
-def test_ranks_that_disagree_on_dynamic_shapes(outcomes: Outcomes) -> None:
-    assert_all(
-        outcomes(differently_dynamic),
-        tl.MismatchError,
-        "the ranks do not build the same pipeline: option dynamic_shapes is False on rank 0, but "
-        "True on rank 1; build the same model with the same options and cuts on every rank",
-    )
 
 
 def lengths(rank: int, group: Any, schedule: str) -> dict[str, Tensor | None]:

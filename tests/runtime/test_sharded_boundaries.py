@@ -19,8 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import taktline as tl
-from tests.runtime.cases import SCHEDULES
-from tests.runtime.scenarios import CPU, plan_for
+from tests.runtime.scenarios import CPU, SCHEDULES, plan_for
 from tests.workers import Workers
 
 DIM, LENGTH = 8, 6

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,10 +17,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import taktline as tl
+from taktline.errors import TaktlineError
 from taktline.plan import Plan
-from tests.runtime.cases import SCHEDULES
+from taktline.runtime import ties as runtime_ties
 from tests.runtime.parallel import mesh_of
-from tests.runtime.scenarios import plan_for
+from tests.runtime.scenarios import SCHEDULES, plan_for
 from tests.workers import Workers
 
 CPU = torch.device("cpu")
@@ -88,18 +92,23 @@ def train(schedule: Any, modules: list[nn.Module], *, accumulates: bool = False)
     step(2)
 
 
-def plain(stages: int, scale: float = 0.25) -> dict[str, Tensor]:
+def add_up(modules: list[nn.Module], *numbers: int, parts: int = 4) -> None:
+    """Plain steps with these batches, each in some parts."""
+    model = nn.Sequential(*modules)
+    for number in numbers:
+        tokens, target = batch(number)
+        for x, y in zip(tokens.tensor_split(parts), target.tensor_split(parts), strict=True):
+            (loss_fn(model(x), y) / parts).backward()
+
+
+def plain(stages: int) -> dict[str, Tensor]:
     """What the gradients and the weights should be."""
     modules = make(stages)
-    model = nn.Sequential(*modules)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for number in range(3):
-        tokens, target = batch(number)
-        for x, y in zip(tokens.tensor_split(4), target.tensor_split(4), strict=True):
-            (loss_fn(model(x), y) * scale).backward()
-        if number == 1:
-            optimizer.step()
-            optimizer.zero_grad()
+    optimizer = torch.optim.SGD(nn.Sequential(*modules).parameters(), lr=0.5)
+    add_up(modules, 0, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    add_up(modules, 2)
     return told(dict(enumerate(modules)))
 
 
@@ -122,21 +131,27 @@ def pipelined(
     rank: int, group: dist.ProcessGroup | None, plan: Plan, how: str, accumulates: bool
 ) -> dict[str, Tensor]:
     """Train with each rank making the model anew, so that tied weights are copies."""
-    stages = plan.stages
+    stages, mesh = plan.stages, None
+    if group is not None and how in ("ddp", "fsdp"):
+        mesh = mesh_of(group)
+        rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
     modules = make(stages, tied=how != "declared")
     if how != "declared":
         tl.split.by_hand(modules)
-    mine = {stage: modules[stage] for stage in plan.placement.stages_of(rank)}
+    mine: dict[int, nn.Module] = {}
+    for stage in plan.placement.stages_of(rank):
+        mine[stage] = modules[stage]
+        if mesh is not None and how == "ddp":
+            mine[stage] = DistributedDataParallel(mine[stage], process_group=mesh.get_group("dp"))
+        elif mesh is not None:
+            fully_shard(mine[stage], mesh=mesh["dp"])
     declared = ties(stages) if how == "declared" else ()
     made = [
         tl.PipelineStage(module, stage, stages, CPU, group=group, ties=declared)
         for stage, module in mine.items()
     ]
-    train(
-        tl.ScheduleFromPlan(made, plan, loss_fn=loss_fn),
-        list(mine.values()),
-        accumulates=accumulates,
-    )
+    schedule = tl.ScheduleFromPlan(made, plan, loss_fn=loss_fn)
+    train(schedule, list(mine.values()), accumulates=accumulates)
     return told(mine)
 
 
@@ -166,13 +181,21 @@ def test_local_ranks(schedule: str, how: str) -> None:
     assert_tied(found, plan.stages)
 
 
+WRAPPED = product(("Schedule1F1B", "ScheduleZBVZeroBubble"), ("ddp", "fsdp"))
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_processes(workers: Workers, accumulates: bool) -> None:
-    plan = plan_for("Schedule1F1B", 4)
-    found = gathered(workers.run(pipelined, plan, "found", accumulates, ranks=4))
-    assert_like(found, plain(4))
-    assert_tied(found, 4)
+@pytest.mark.parametrize(("schedule", "how"), [("Schedule1F1B", "found"), *WRAPPED])
+def test_processes(workers: Workers, schedule: str, how: str, accumulates: bool) -> None:
+    plan = plan_for(schedule, 4 if how == "found" else 2)
+    parts = workers.run(pipelined, plan, how, accumulates, ranks=4)
+    replicas = 4 // plan.ranks
+    # All replicas got the same batch, so that the average of their gradients is that of each.
+    for replica in range(replicas):
+        found = gathered(parts[replica::replicas])
+        assert_like(found, plain(plan.stages))
+        assert_tied(found, plan.stages)
 
 
 # In one process the stages may hold one parameter between them: then it must not count twice.
@@ -187,50 +210,8 @@ def test_local_ranks_that_share_the_parameter() -> None:
             schedule.step(tokens, target=target)
 
     tl.local.run(main, 2)
-    model = nn.Sequential(*make(2))
-    for number in range(2):
-        tokens, target = batch(number)
-        for x, y in zip(tokens.tensor_split(4), target.tensor_split(4), strict=True):
-            (loss_fn(model(x), y) * 0.25).backward()
-    found = nn.Sequential(*modules).parameters()
-    for mine, expected in zip(found, model.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, expected.grad)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
-def test_wrapped_stages(workers: Workers, schedule: str, wrapper: str, accumulates: bool) -> None:
-    plan = plan_for(schedule, 2)
-    parts = workers.run(_wrapped, plan, wrapper, accumulates, ranks=4)
-    # Both replicas got the same batch, so that the average of their gradients is that of each.
-    for replica in (0, 1):
-        found = gathered(parts[replica::2])
-        assert_like(found, plain(plan.stages))
-        assert_tied(found, plan.stages)
-
-
-def _wrapped(
-    rank: int, group: dist.ProcessGroup, plan: Plan, wrapper: str, accumulates: bool
-) -> dict[str, Tensor]:
-    mesh = mesh_of(group)
-    modules = list(tl.split.by_hand(make(plan.stages)))
-    mine: dict[int, nn.Module] = {}
-    for stage in plan.placement.stages_of(mesh.get_local_rank("pp")):
-        module = modules[stage]
-        if wrapper == "ddp":
-            module = DistributedDataParallel(module, process_group=mesh.get_group("dp"))
-        else:
-            fully_shard(module, mesh=mesh["dp"])
-        mine[stage] = module
-    made = [
-        tl.PipelineStage(module, stage, plan.stages, CPU, group=mesh.get_group("pp"))
-        for stage, module in mine.items()
-    ]
-    schedule = tl.ScheduleFromPlan(made, plan, loss_fn=loss_fn)
-    train(schedule, list(mine.values()), accumulates=accumulates)
-    return told(mine)
+    add_up(expected := make(2), 0, 1)
+    assert_like(told(dict(enumerate(modules))), told(dict(enumerate(expected))))
 
 
 class Doubled(nn.Module):
@@ -267,11 +248,9 @@ def test_a_weight_in_three_stages(strict: bool, frozen: bool) -> None:
     if frozen:
         assert found == [None] * 3
         return
-    model = nn.Sequential(*three())
-    for x, y in zip(tokens.tensor_split(2), target.tensor_split(2), strict=True):
-        (loss_fn(model(x), y) / 2).backward()
+    add_up(expected := three(), 0, parts=2)
     for gradient in found:
-        torch.testing.assert_close(gradient, model.get_parameter("0.words.weight").grad)
+        torch.testing.assert_close(gradient, expected[0].get_parameter("words.weight").grad)
 
 
 # Copies that begin apart would stay apart, however well their gradients are added up.
@@ -297,11 +276,9 @@ def test_sparse_gradients_of_an_embedding_are_added_up() -> None:
         tl.ScheduleGPipe(stage, 4, loss_fn=loss_fn).step(tokens, target=target)
         return stage.submod.get_parameter(("words.weight", "out.weight")[rank]).grad
 
-    model = nn.Sequential(*make(2))
-    for x, y in zip(tokens.tensor_split(4), target.tensor_split(4), strict=True):
-        (loss_fn(model(x), y) / 4).backward()
+    add_up(expected := make(2), 0)
     for gradient in tl.local.run(main, 2):
-        torch.testing.assert_close(gradient, model.get_parameter("0.words.weight").grad)
+        torch.testing.assert_close(gradient, expected[0].get_parameter("words.weight").grad)
 
 
 # A step that fails must not lose the gradients of the steps before it.
@@ -357,3 +334,158 @@ def test_what_does_not_fit_together_raises_on_every_rank(
 def test_a_tie_of_one_stage_is_refused() -> None:
     with pytest.raises(tl.MismatchError, match=r"in two stages or more, not \{0: 'words'\}"):
         tl.Tie({0: "words"})
+
+
+# Gradients that cannot be added up: one error on every rank, and nobody waits.
+
+Results = Callable[..., list[Any]]
+
+
+@pytest.fixture(params=["local", pytest.param("gloo", marks=pytest.mark.processes)])
+def results(request: pytest.FixtureRequest) -> Results:
+    """What a function returns on each rank; one that waits in vain ends with an error."""
+    if request.param == "local":
+        return lambda run, *args, ranks: tl.local.run(lambda r: run(r, None, *args), ranks)
+    workers: Workers = request.getfixturevalue("workers")
+    return lambda run, *args, ranks: workers.run(run, *args, ranks=ranks, timeout=30)
+
+
+def _gradient(parameter: Any) -> Tensor | None:
+    if getattr(parameter, "fails", False):
+        raise RuntimeError("no memory for it")
+    return _original(parameter)
+
+
+_original = runtime_ties._gradient
+
+
+@pytest.fixture(autouse=True)
+def _patched() -> Iterator[None]:
+    runtime_ties._gradient = _gradient
+    yield
+    runtime_ties._gradient = _original
+
+
+NAMES = {2: ("words.weight", "out.weight"), 3: ("words.weight", "again.weight", "out.weight")}
+
+
+def scheduled(rank: int, group: dist.ProcessGroup | None, ranks: int) -> tuple[Any, nn.Module]:
+    runtime_ties._gradient = _gradient  # in this process
+    pieces = tl.split.by_hand(make(2) if ranks == 2 else three())
+    stage = pieces.build_stage(rank, CPU, group)
+    return tl.ScheduleGPipe(stage, 4, loss_fn=loss_fn), stage.submod
+
+
+def error_of(run: Callable[[], object]) -> str:
+    """What is raised, as the others shall hear it."""
+    with pytest.raises(TaktlineError) as caught:
+        run()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def fails(
+    rank: int, group: Any, ranks: int, failing: int, accumulates: bool
+) -> tuple[str, dict[str, Tensor]]:
+    """In a step, or at the end of a block of two; then one that works."""
+    schedule, module = scheduled(rank, group, ranks)
+    parameter: Any = module.get_parameter(NAMES[ranks][rank])
+    parameter.fails = rank == failing
+
+    def run(number: int, steps: int) -> None:
+        tokens, target = batch(number)
+        with schedule.accumulate() if accumulates else nullcontext():
+            for _ in range(steps if accumulates else 1):
+                schedule.step(tokens, target=target)
+
+    text = error_of(lambda: run(0, 2))
+    parameter.fails = False
+    module.zero_grad()
+    run(1, 1)
+    return text, told({rank: module})
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["step", "block"])
+@pytest.mark.parametrize(("ranks", "failing"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_gradients_that_cannot_be_added_up(
+    results: Results, ranks: int, failing: int, accumulates: bool
+) -> None:
+    name = NAMES[ranks][failing]
+    add_up(expected := make(2) if ranks == 2 else three(), 1)
+    for text, found in results(fails, ranks, failing, accumulates, ranks=ranks):
+        assert text == (
+            f"StageError: rank {failing}, stage {failing} (gradients of the tied weight {name}): "
+            "RuntimeError: no memory for it"
+        )
+        for key, value in found.items():
+            torch.testing.assert_close(value, told(dict(enumerate(expected)))[key])
+
+
+def leaves_accumulate(rank: int, group: Any, steps: int) -> str:
+    """One rank leaves the block by an error of its own; the other may be in another step."""
+    schedule, _ = scheduled(rank, group, 2)
+    tokens, target = batch(0)
+    try:
+        with schedule.accumulate():
+            schedule.step(tokens, target=target)
+            if rank == 1:
+                raise KeyError("my own")
+            for _ in range(steps):
+                schedule.step(tokens, target=target)
+    except (KeyError, TaktlineError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# The other rank would add up what never comes.
+def test_a_block_that_one_rank_leaves_by_an_error(results: Results) -> None:
+    assert results(leaves_accumulate, 0, ranks=2) == [
+        "MismatchError: rank 1 has left accumulate() by an error, so nothing was added up: "
+        "KeyError: 'my own'",
+        "KeyError: 'my own'",
+    ]
+
+
+def test_a_block_that_one_rank_leaves_while_the_other_goes_on(results: Results) -> None:
+    first, second = results(leaves_accumulate, 1, ranks=2)
+    assert first.startswith("MismatchError: ")
+    assert "the end of accumulate()" in first
+    assert second == "KeyError: 'my own'"
+
+
+def fails_in_the_program(rank: int, group: Any) -> str:
+    """The first rank fails in its last backward, when the other one has its gradients."""
+    schedule, module = scheduled(rank, group, 2)
+    seen: list[Tensor] = []
+
+    def look(gradient: Tensor) -> None:
+        seen.append(gradient)
+        if len(seen) == 4:
+            raise RuntimeError("out of luck")
+
+    if rank == 0:
+        module.get_parameter("scale").register_hook(look)
+    tokens, target = batch(0)
+    return error_of(lambda: schedule.step(tokens, target=target))
+
+
+def test_a_rank_that_has_failed_before_takes_part(results: Results) -> None:
+    for text in results(fails_in_the_program, ranks=2):
+        assert text == (
+            "StageError: rank 0, stage 0, micro-batch 3 (0B3): RuntimeError: out of luck"
+        )
+
+
+def loses_its_weight(rank: int, group: Any) -> str:
+    schedule, module = scheduled(rank, group, 2)
+    tokens, target = batch(0)
+    schedule.step(tokens, target=target)
+    if rank == 1:
+        module.get_submodule("out").register_parameter("weight", None)
+    return error_of(lambda: schedule.step(tokens, target=target))
+
+
+def test_a_weight_that_is_gone(results: Results) -> None:
+    for text in results(loses_its_weight, ranks=2):
+        assert text.startswith(
+            "MismatchError: rank 1: stage 1 has no parameter out.weight, which its ties name"
+        )

@@ -24,49 +24,16 @@ from taktline.plan.deps import needs
 from taktline.runtime.program import Program
 from taktline.runtime.trace import _arrivals
 from taktline.transport import local
-from tests.runtime.cases import (
+from tests.runtime.scenarios import (
     SCHEDULES,
     Case,
-    Result,
-    assert_same,
-    make_batch,
-    make_schedule,
-    merge,
-    named,
-    plan_of,
-    run_local,
-    run_pipelined,
-    stage_modules,
+    check_case,
+    run_case,
+    run_case_locally,
 )
 from tests.workers import Workers
 
 CALLS = (("step", 8), ("step", 8), ("eval", 8), ("step", 12))
-
-
-def run_traced(
-    rank: int, group: dist.ProcessGroup | None, case: Case
-) -> tuple[Result, list[Timeline], float]:
-    """As run_pipelined, with all calls in one trace."""
-    modules, device = stage_modules(case), torch.device(case.device)
-    mine = plan_of(case).placement.stages_of(rank)
-    stages = [tl.PipelineStage(modules[s], s, case.stages, device, group=group) for s in mine]
-    schedule = make_schedule(case, stages)
-    result = Result()
-    with schedule.trace() as trace:
-        for number, (call, size) in enumerate(case.calls):
-            x, target = make_batch(case, number, size)
-            losses: list[Tensor] = []
-            output = getattr(schedule, call)(
-                *((x,) if 0 in mine else ()),
-                target=target if case.stages - 1 in mine else None,
-                losses=losses,
-            )
-            if output is not None:
-                result.outputs.append(output)
-                result.losses.append([loss.detach() for loss in losses])
-    for s in mine:
-        result.gradients |= {n: p.grad for n, p in named(s, modules[s]) if p.grad is not None}
-    return result, trace.timelines, trace.clock_error
 
 
 def check(timelines: Sequence[Timeline], case: Case, error: float) -> None:
@@ -79,7 +46,7 @@ def check(timelines: Sequence[Timeline], case: Case, error: float) -> None:
         assert plan.level is Level.LOWERED
         kinds = (Kind.F,) if call == "eval" else (Kind.F, Kind.B, Kind.I, Kind.W)
         for rank in range(plan.ranks):
-            planned = plan_of(case).rows_of(rank)
+            planned = case.plan.rows_of(rank)
             expected = [
                 str(planned.leaf(row)) for row in range(len(planned)) if planned.kind[row] in kinds
             ]
@@ -107,20 +74,20 @@ def cases() -> list[Case]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_local(case: Case) -> None:
-    ranks = local.run(run_traced, 2, None, case)
-    for _, timelines, error in ranks:
-        assert error == 0  # local ranks share a clock
-        check(timelines, case, 0)
-    assert_same(merge([result for result, _, _ in ranks]), merge(run_local(case)))
+    ranks = run_case_locally(case, traced=True)
+    for rank in ranks:
+        assert rank.clock_error == 0  # local ranks share a clock
+        check(rank.timelines, case, 0)
+    check_case(ranks, case)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_gloo(workers: Workers, case: Case) -> None:
-    (first, ours, error), (second, theirs, _) = workers.run(run_traced, case)
-    check(ours, case, error)
-    assert_same(merge([first, second]), merge(workers.run(run_pipelined, case)))
-    for here, there in zip(ours, theirs, strict=True):
+    first, second = workers.run(run_case, case, True)
+    check(first.timelines, case, first.clock_error)
+    check_case([first, second], case)
+    for here, there in zip(first.timelines, second.timelines, strict=True):
         assert here.plan == there.plan
         assert (here.start == there.start).all()
         assert (here.end == there.end).all()
@@ -129,8 +96,8 @@ def test_gloo(workers: Workers, case: Case) -> None:
 
 def test_one_rank() -> None:
     case = Case("ScheduleInterleaved1F1B", 1, 3, 2, "mlp", CALLS)
-    _, timelines, error = run_traced(0, None, case)
-    check(timelines, case, error)
+    found = run_case(0, None, case, traced=True)
+    check(found.timelines, case, found.clock_error)
 
 
 def small(rank: int, module: nn.Module | None = None, **options: Any) -> tl.Schedule1F1B:
@@ -138,27 +105,27 @@ def small(rank: int, module: nn.Module | None = None, **options: Any) -> tl.Sche
     return tl.Schedule1F1B(stage, 2, nn.functional.mse_loss, **options)
 
 
-def step(schedule: tl.Schedule1F1B) -> None:
+def alone() -> tl.ScheduleGPipe:
+    stage = tl.PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    return tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)
+
+
+def step(schedule: Any) -> None:
     schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
 
 
 def test_a_trace_has_the_attributes_of_its_last_timeline() -> None:
-    def main(rank: int) -> None:
-        module = nn.Linear(4, 4)
-        stage = tl.PipelineStage(module, 0, 1, torch.device("cpu"))
-        schedule = tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)
-        with schedule.trace() as timeline:
-            schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
-        assert timeline.bubble() == timeline.timelines[-1].bubble()
-        assert timeline.makespan == timeline.timeline.makespan
-        with pytest.raises(AttributeError, match="nonsense"):
-            _ = timeline.nonsense
-
-    tl.local.run(main, 1)
+    schedule = alone()
+    with schedule.trace() as timeline:
+        step(schedule)
+    assert timeline.bubble() == timeline.timelines[-1].bubble()
+    assert timeline.makespan == timeline.timeline.makespan
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = timeline.nonsense
 
 
 def test_a_measured_timeline_is_drawn_written_and_compared(tmp_path: Path) -> None:
-    timeline = local.run(run_traced, 2, None, cases()[1])[0][1][1]
+    timeline = run_case_locally(cases()[1], traced=True)[0].timelines[1]
     write_timeline(timeline, tmp_path / "measured.json")
     again = read_timeline(tmp_path / "measured.json")
     assert again.measured
@@ -232,14 +199,11 @@ def test_off_costs_nothing_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(self, wrap, fate)
 
     monkeypatch.setattr(Program, "run", run)
-    schedule = tl.ScheduleGPipe(
-        tl.PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu")), 2, nn.functional.mse_loss
-    )
-    batch = torch.ones(4, 4)
-    schedule.step(batch, target=batch)
+    schedule = alone()
+    step(schedule)
     with schedule.trace():
-        schedule.step(batch, target=batch)
-    schedule.step(batch, target=batch)
+        step(schedule)
+    step(schedule)
     assert [wrap is None for wrap in wraps] == [True, False, True]
 
 
@@ -254,101 +218,103 @@ class Moody(nn.Linear):
         return super().forward(input)
 
 
-class TestErrors:
-    def test_one_that_leaves_the_block(self) -> None:
-        def main(rank: int) -> int:
-            schedule = small(rank)
-            traces: list[tl.Trace] = []
+def test_an_error_that_leaves_the_block() -> None:
+    def main(rank: int) -> int:
+        schedule = small(rank)
+        traces: list[tl.Trace] = []
 
-            def fail() -> None:
-                with schedule.trace() as trace:
-                    traces.append(trace)
-                    step(schedule)
-                    raise ZeroDivisionError
-
-            with pytest.raises(ZeroDivisionError):
-                fail()
-            assert traces[0].timelines == []
+        def fail() -> None:
             with schedule.trace() as trace:
+                traces.append(trace)
                 step(schedule)
-            return len(trace.timelines)
+                raise ZeroDivisionError
 
-        assert local.run(main, 2) == [1, 1]
-
-    @pytest.mark.parametrize("when", ["learning", "known"])
-    def test_a_step_that_failed_is_left_out(self, when: str) -> None:
-        def main(rank: int) -> int:
-            schedule = small(rank, module := Moody(4, 4))
-            with schedule.trace() as trace:
-                if when == "known":
-                    step(schedule)
-                    step(schedule)
-                module.fails = rank == 0
-                with pytest.raises(StageError):
-                    step(schedule)
-                module.fails = False
-                step(schedule)
-            return len(trace.timelines)
-
-        assert local.run(main, 2) == [1 + 2 * (when == "known")] * 2
-
-    def test_not_on_every_rank(self) -> None:
-        def main(rank: int) -> str:
-            schedule = small(rank)
-            block = schedule.trace() if rank == 0 else nullcontext()
-            with pytest.raises(MismatchError) as caught, block:
-                step(schedule)
-            step(schedule)
-            return str(caught.value)
-
-        for text in local.run(main, 2):
-            assert text == (
-                "the ranks disagree on the use of trace(): True on rank 0; False on rank 1; "
-                "enter and leave it on every rank at the same place"
-            )
-
-    def test_twice(self) -> None:
-        schedule = small(0)
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert traces[0].timelines == []
         with schedule.trace() as trace:
-            with pytest.raises(ScheduleError, match="traced already"), schedule.trace():
-                pass
-            with pytest.raises(ScheduleError, match="no timeline yet"):
-                _ = trace.timeline
-        assert repr(trace) == "Trace(nothing)"
+            step(schedule)
+        return len(trace.timelines)
+
+    assert local.run(main, 2) == [1, 1]
 
 
-class TestProfiler:
-    @pytest.mark.parametrize("traced", [False, True])
-    def test_ranges(self, traced: bool) -> None:
-        stages = [tl.PipelineStage(nn.Linear(4, 4), s, 2, torch.device("cpu")) for s in (0, 1)]
-        schedule = tl.ScheduleInterleavedZeroBubble(stages, 2, nn.functional.mse_loss)
-        batch = torch.ones(4, 4)
-        schedule.step(batch, target=batch)
-        cpu = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
-            if traced:
-                with schedule.trace() as trace:
-                    schedule.step(batch, target=batch)
-                assert len(trace.timelines) == 1
-            else:
+@pytest.mark.parametrize("when", ["learning", "known"])
+def test_a_step_that_failed_is_left_out(when: str) -> None:
+    def main(rank: int) -> int:
+        schedule = small(rank, module := Moody(4, 4))
+        with schedule.trace() as trace:
+            if when == "known":
+                step(schedule)
+                step(schedule)
+            module.fails = rank == 0
+            with pytest.raises(StageError):
+                step(schedule)
+            module.fails = False
+            step(schedule)
+        return len(trace.timelines)
+
+    assert local.run(main, 2) == [1 + 2 * (when == "known")] * 2
+
+
+def test_a_trace_that_is_not_on_every_rank() -> None:
+    def main(rank: int) -> str:
+        schedule = small(rank)
+        block = schedule.trace() if rank == 0 else nullcontext()
+        with pytest.raises(MismatchError) as caught, block:
+            step(schedule)
+        step(schedule)
+        return str(caught.value)
+
+    for text in local.run(main, 2):
+        assert text == (
+            "the ranks disagree on the use of trace(): True on rank 0; False on rank 1; "
+            "enter and leave it on every rank at the same place"
+        )
+
+
+def test_a_trace_in_a_trace() -> None:
+    schedule = small(0)
+    with schedule.trace() as trace:
+        with pytest.raises(ScheduleError, match="traced already"), schedule.trace():
+            pass
+        with pytest.raises(ScheduleError, match="no timeline yet"):
+            _ = trace.timeline
+    assert repr(trace) == "Trace(nothing)"
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_ranges_of_the_profiler(traced: bool) -> None:
+    stages = [tl.PipelineStage(nn.Linear(4, 4), s, 2, torch.device("cpu")) for s in (0, 1)]
+    schedule = tl.ScheduleInterleavedZeroBubble(stages, 2, nn.functional.mse_loss)
+    batch = torch.ones(4, 4)
+    schedule.step(batch, target=batch)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
+        if traced:
+            with schedule.trace() as trace:
                 schedule.step(batch, target=batch)
-        schedule.step(batch, target=batch)
-        found = [
-            event.name for event in profile.events() or () if event.name.startswith("taktline ")
-        ]
-        rows = schedule.plan.rows
-        assert sorted(found) == sorted(f"taktline {rows.leaf(row)}" for row in range(len(rows)))
+            assert len(trace.timelines) == 1
+        else:
+            schedule.step(batch, target=batch)
+    schedule.step(batch, target=batch)
+    found = [event.name for event in profile.events() or () if event.name.startswith("taktline ")]
+    rows = schedule.plan.rows
+    assert sorted(found) == sorted(f"taktline {rows.leaf(row)}" for row in range(len(rows)))
 
 
-class TestArrivals:
-    def test_a_message_that_was_waited_for_has_its_time(self) -> None:
-        sent, began, arrived = np.array([5.0, 1.0]), np.array([3.0, 9.0]), np.array([7.0, 9.1])
-        assert _arrivals(sent, began, arrived).tolist() == [7.0, 3.0]
-
-    def test_a_message_nobody_waited_for_arrives_before_it_is_used(self) -> None:
-        sent, began, arrived = np.array([5.0, 8.5]), np.array([3.0, 9.0]), np.array([7.0, 9.1])
-        assert _arrivals(sent, began, arrived).tolist() == [7.0, 9.1]
-        assert _arrivals(sent[1:], began[1:], arrived[1:]).tolist() == [8.5]
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ([5.0, 1.0], [7.0, 3.0]),  # the first was waited for, so its time is known
+        ([5.0, 8.5], [7.0, 9.1]),  # the second arrives before it is used
+    ],
+)
+def test_when_messages_arrive(sent: list[float], expected: list[float]) -> None:
+    began, arrived = np.array([3.0, 9.0]), np.array([7.0, 9.1])
+    assert _arrivals(np.array(sent), began, arrived).tolist() == expected
+    if sent[1] > 8:
+        assert _arrivals(np.array(sent[1:]), began[1:], arrived[1:]).tolist() == [8.5]
 
 
 def test_rows_without_work_take_no_time() -> None:
@@ -379,5 +345,5 @@ def test_cuda(case: Case) -> None:
     """Several local ranks on one GPU, whose own clock tells."""
     case = replace(case, device="cuda")
     torch.zeros(1, device="cuda")
-    for _, timelines, error in local.run(run_traced, 2, None, case):
-        check(timelines, case, error)
+    for rank in run_case_locally(case, traced=True):
+        check(rank.timelines, case, rank.clock_error)

@@ -181,46 +181,23 @@ def ranks() -> Any:
     return Ranks()
 
 
-def test_a_step_that_makes_progress_is_not_reported(ranks: Any) -> None:
+def test_a_step_is_reported_once_where_it_stands_still(ranks: Any) -> None:
     records = logged()
     watch = Watch("Schedule1F1B", ranks)
-    watch.seconds = 0.0
-    with watch:
-        for number in range(3):
-            watch.doing = f"does thing {number}"
-            watch._reported = False
-            watch.seconds = 3600.0
-            watch.tick()
-    assert not records
-
-
-def test_a_stalled_step_is_reported_once(ranks: Any) -> None:
-    records = logged()
-    watch = Watch("Schedule1F1B", ranks)
-    watch.seconds = 0.0
-    with watch:
-        watch.doing = "begins a step"
-        for _ in range(3):
-            watch.tick()
-    (told,) = records
-    assert told == (
-        "rank 0 of Schedule1F1B has made no progress for 0.0 seconds\n"
-        "  rank 0: begins a step for 0.0 seconds: waits for other ranks"
-    )
-
-
-def test_the_time_counts_from_the_beginning_of_the_step(ranks: Any) -> None:
-    watch = Watch("Schedule1F1B", ranks)
-    watch._since = 0.0
-    with watch:
-        assert "for 0.0 seconds" in watch.report()
-
-
-def test_a_rank_says_whether_it_is_in_a_step(ranks: Any) -> None:
-    watch = Watch("Schedule1F1B", ranks)
-    with watch:
+    watch._since, watch.seconds = 0.0, 3600.0
+    with watch:  # the time counts from here
         assert ranks.watched == (watch,)
         assert ranks.state()[1]
+        for watch.doing in ("begins a step", "ends a step"):
+            watch.tick()
+        assert not records
+        watch.seconds = 0.0
+        for _ in range(3):
+            watch.tick()
+    assert records == [
+        "rank 0 of Schedule1F1B has made no progress for 0.0 seconds\n"
+        "  rank 0: ends a step for 0.0 seconds: waits for other ranks"
+    ]
     assert ranks.watched == ()
     assert ranks.state() == ("is not in a step", False)
 

@@ -23,7 +23,6 @@ from tests.runtime.parallel import (
     in_fsdp,
     in_parts,
     mesh_of,
-    whole,
 )
 from tests.workers import Workers
 
@@ -76,43 +75,6 @@ def run_later(rank: int, group: dist.ProcessGroup) -> list[type]:
 @pytest.mark.processes
 def test_a_module_that_is_replaced_is_looked_at_again(workers: Workers) -> None:
     assert workers.run(run_later, ranks=4) == [[type(None), DDPSync]] * 4
-
-
-def run_backwards(rank: int, group: dist.ProcessGroup, wrap: Wrap) -> Any:
-    """Two backwards inside, whose forwards are both under way; then one outside, as ever."""
-    module, sync = wrapped(group, wrap)
-    x = torch.full((2, 4), rank + 1.0, dtype=torch.float64)
-    log = Log()
-    with log:
-        sync.begin()
-        sync.unshard()
-        first, second = module(x), module(2 * x)
-        second.sum().backward()
-        first.sum().backward()
-        inside = [event for event in log.events if event != "all_gather"]
-        sync.reduce()
-        sync.reshard()
-        sync.end()
-    together = [whole(p.grad) for p in module.parameters()]
-    module.zero_grad()
-    with log:
-        log.events.clear()
-        module(3 * x).sum().backward()
-    outside = log.counts()
-    return inside, together, [whole(p.grad) for p in module.parameters()], outside
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_nothing_is_reduced_unasked_and_all_is_as_before_at_the_end(
-    workers: Workers, wrapper: str
-) -> None:
-    for inside, together, alone, outside in workers.run(run_backwards, WRAPPERS[wrapper], ranks=4):
-        assert set(inside) <= {"broadcast"}
-        # Linear layers: for 3x they are what they are for x and 2x.
-        for one, other in zip(together, alone, strict=True):
-            torch.testing.assert_close(one, other)
-        assert any(name in outside for name in ("all_reduce", "reduce_scatter"))
 
 
 def run_stale(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

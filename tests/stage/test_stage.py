@@ -221,33 +221,6 @@ def test_the_first_stage_reaches_all_that_the_batch_depends_on(split: bool) -> N
     assert_same(weights(stage), parameters)
 
 
-def run_split(example: Example) -> PipelineStage:
-    """All micro-batches one after the other, each split."""
-    stage = example.begun()
-    for m in range(len(example.inputs)):
-        stage.backward_input(m, example.gradients[m])
-        stage.backward_weight(m)
-    return stage
-
-
-@pytest.mark.parametrize(
-    "reached",
-    [[(1, 0), (0, 1)], [(1, 0), (1, 1)], [(0, 1), (1, 1)], [(1, 1), (1, 0)], [(0, 0), (0, 1)]],
-    ids=str,
-)
-@pytest.mark.parametrize("name", ["two branches", "the input as an output"])
-def test_outputs_may_get_gradients_for_some_microbatches_only(
-    name: str, reached: list[tuple[int, int]]
-) -> None:
-    example = Example(name, 2)
-    example.gradients = [
-        [gradient if here else None for gradient, here in zip(gradients, which, strict=True)]
-        for gradients, which in zip(example.gradients, reached, strict=True)
-    ]
-    _, parameters = example.plain(range(2))
-    assert_same(weights(run_split(example)), parameters)
-
-
 @pytest.mark.parametrize("done", ["nothing", "I", "cleared", "I, cleared", "B", "I, W"])
 def test_memory_is_kept_only_as_long_as_it_is_needed(done: str) -> None:
     example = Example("an MLP")

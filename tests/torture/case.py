@@ -12,9 +12,8 @@ from torch import nn
 
 from taktline.plan import Kind, Plan, build, validate
 from tests import models
-from tests.runtime.cases import SCHEDULES
 from tests.runtime.features import DYNAMIC, FEATURES, INEXACT, plain_batch, some_batch
-from tests.runtime.scenarios import Batch, Scenario
+from tests.runtime.scenarios import SCHEDULES, Batch, Scenario
 from tests.torture.plans import draw_plan, has_one_order
 
 TRANSPORTS = ("local", "gloo")

@@ -18,8 +18,7 @@ from taktline.errors import DeadlockError
 from taktline.meta import as_arguments
 from taktline.runtime.feed import scales
 from taktline.runtime.stage_actions import seeded
-from tests.runtime.cases import add_up
-from tests.runtime.scenarios import CPU, gradients_of
+from tests.runtime.scenarios import CPU, add_up, gradients_of
 from tests.torture.case import Call, Case, Fault
 from tests.torture.plans import order_of_forwards
 

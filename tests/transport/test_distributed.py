@@ -26,13 +26,11 @@ from taktline.transport.communicators import Communicator
 from taktline.transport.control_plane import PeerFailure
 from taktline.transport.distributed import Distributed
 from taktline.transport.news import Cause, Verdict
-from tests.runtime.cases import (
+from tests.runtime.scenarios import (
     Case,
     Result,
-    assert_same,
-    merge,
-    run_pipelined,
-    run_plain,
+    check_case,
+    run_case,
 )
 from tests.workers import Workers
 
@@ -303,10 +301,10 @@ def run_per_channel(rank: int, group: dist.ProcessGroup, case: Case) -> tuple[Re
     transport = Distributed(group, lanes=False)
     distributed._known[group] = {"cpu": transport}
     try:
-        run_pipelined(rank, group, case)
+        run_case(rank, group, case)
         counts = [len(transport._connections)]
         # Another schedule over the same channels, which are open already.
-        result = run_pipelined(rank, group, case)
+        result = run_case(rank, group, case)
         return result, [*counts, len(transport._connections)]
     finally:
         del distributed._known[group]
@@ -331,7 +329,7 @@ def test_training_over_groups_for_channels_is_that_of_the_plain_model(
     workers: Workers, case: Case, counts: list[int]
 ) -> None:
     results = workers.run(run_per_channel, case, ranks=case.ranks, timeout=SOON)
-    assert_same(merge([result for result, _ in results]), run_plain(case))
+    check_case([result for result, _ in results], case)
     assert [found for _, found in results] == [[count, count] for count in counts]
 
 
