@@ -199,8 +199,8 @@ def stage_error(
     reason = f"{type(error).__name__}: {text_of(error)}"
     if "modified by an inplace operation" in reason:
         reason += (
-            "\nSeveral micro-batches are under way at once: a forward must not change in place what "
-            "the backward of another one needs; change weights after step()"
+            "\nSeveral micro-batches are under way at once: a forward must not change in place "
+            "what the backward of another one needs; change weights after step()"
         )
     located = StageError(
         rank=rank, stage=stage, microbatch=microbatch, action=action, reason=reason
