@@ -24,9 +24,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from taktline import pytree
 from taktline.errors import BatchError, DataError, SignatureError, TaktlineError, text_of
-from taktline.meta import Signature
+from taktline.meta import Signature, is_sharded
 from taktline.runtime.microbatch import Batch, Cutter, Replicate, TensorChunkSpec, describe
-from taktline.sharding import is_sharded
 from taktline.split.arguments import arguments_of
 from taktline.train.ranks import Ranks
 from taktline.transport import transport_of
