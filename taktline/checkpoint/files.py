@@ -39,7 +39,7 @@ import torch
 from taktline.checkpoint.model_state import joined
 from taktline.checks import conform, read, shown
 from taktline.errors import CheckpointError
-from taktline.sharding import is_sharded, local
+from taktline.meta import is_sharded, local
 from taktline.transport.codec import NotPlainError, pack, unpack
 
 MANIFEST = "manifest.json"

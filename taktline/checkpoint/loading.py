@@ -38,9 +38,8 @@ from taktline.checkpoint.saving import (
 )
 from taktline.checks import check
 from taktline.errors import CheckpointError
-from taktline.meta import name_of
+from taktline.meta import is_sharded, name_of
 from taktline.runtime.watchdog import guarded
-from taktline.sharding import is_sharded
 from taktline.text import counted, first_of
 from taktline.transport.codec import unpack
 

@@ -32,8 +32,8 @@ from taktline.checkpoint.files import TensorFile, open_file
 from taktline.checkpoint.model_state import ModelState, foremost, writers
 from taktline.checks import check, read
 from taktline.errors import CheckpointError, text_of
+from taktline.meta import is_sharded, local
 from taktline.runtime.watchdog import guarded
-from taktline.sharding import is_sharded, local
 from taktline.text import first_of
 
 INDEX = "model.safetensors.index.json"

@@ -55,8 +55,8 @@ from taktline.checkpoint.files import (
 from taktline.checkpoint.model_state import Held, ModelState, foremost, writers
 from taktline.checks import check
 from taktline.errors import CheckpointError, text_of
+from taktline.meta import is_sharded
 from taktline.runtime.watchdog import guarded
-from taktline.sharding import is_sharded
 from taktline.transport.distributed import Distributed
 
 _SAVE = re.compile(r"(\d{6,})-step-\d+")

@@ -18,11 +18,11 @@ import torch
 
 from taktline import pytree
 from taktline.errors import BatchError, MismatchError, StageError, TaktlineError, text_of
+from taktline.meta import local
 from taktline.runtime.feed import Feed
 from taktline.runtime.microbatch import Batch
 from taktline.runtime.program import Failure
 from taktline.runtime.replicas import Replicas
-from taktline.sharding import local
 from taktline.text import by_rank, counted
 from taktline.transport import Channel, Handle, Transport
 from taktline.transport.distributed import Distributed

@@ -19,8 +19,7 @@ import torch
 from taktline import pytree
 from taktline.checks import check, with_article
 from taktline.errors import BatchError, text_of
-from taktline.meta import TensorMeta
-from taktline.sharding import is_sharded
+from taktline.meta import TensorMeta, is_sharded
 from taktline.text import counted
 
 

@@ -9,7 +9,7 @@ from zlib import crc32
 import torch.distributed as dist
 
 from taktline.errors import MismatchError, TaktlineError, text_of
-from taktline.sharding import is_sharded
+from taktline.meta import is_sharded
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Transport, transport_of

@@ -13,10 +13,9 @@ import torch
 
 from taktline import pytree
 from taktline.errors import LossError
-from taktline.meta import Signature, as_arguments, flatten
+from taktline.meta import Signature, as_arguments, flatten, is_sharded, local, root_gradient
 from taktline.plan import Plan
 from taktline.runtime.feed import Feed
-from taktline.sharding import is_sharded, local, root_gradient
 from taktline.side_values import SideValues, check_loss, with_skips, without_skips
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters

@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from taktline.errors import MismatchError, TaktlineError
-from taktline.meta import TensorMeta
+from taktline.meta import Sharding, TensorMeta, is_sharded, local
 from taktline.runtime.program import Failure, stage_error
-from taktline.sharding import Sharding, is_sharded, local
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import named_parameters
 from taktline.transport import Channel, Transport

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from taktline.sharding import local
+from taktline.meta import local
 
 times = itertools.count(1)
 """The time, counted in steps of schedules and of optimizers."""

@@ -32,8 +32,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from taktline.errors import SplitError
+from taktline.meta import local
 from taktline.private import for_all, lacking, private
-from taktline.sharding import local
 
 _log = logging.getLogger("taktline")
 

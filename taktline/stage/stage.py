@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from taktline import meta
 from taktline.checks import check, check_list, known_keywords, refuse
 from taktline.device import require_device
 from taktline.errors import MismatchError, SplitError
-from taktline.meta import Signature, as_arguments, flatten
+from taktline.meta import Sharding, Signature, as_arguments, flatten, is_sharded
 from taktline.plan.plan import MOST_STAGES
-from taktline.sharding import GetMesh, Sharding, find_mesh, gradient_of, is_sharded
 from taktline.stage.grad_sync import GradSync, sync_of
 from taktline.stage.names import Tie, declared
 from taktline.stage.split_backward import Splitter, accumulate
@@ -61,7 +61,7 @@ class PipelineStage:
         input_grads: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
         group: ProcessGroup | None = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
-        get_mesh: GetMesh | None = None,
+        get_mesh: meta.GetMesh | None = None,
         *,
         ties: Sequence[Tie] = (),
     ) -> None:
@@ -157,7 +157,7 @@ class PipelineStage:
             accumulate(roots, gradients)
         if self.dw_builder is not None:
             self._weights_function()()
-        return [gradient_of(tensor) for tensor in inputs]
+        return [meta.gradient_of(tensor) for tensor in inputs]
 
     def backward_input(
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
@@ -176,7 +176,7 @@ class PipelineStage:
             pending = self._splitter.run_input(roots, gradients, inputs, self._trainable or ())
             if pending is not None:
                 self._weights_due[microbatch] = pending.run
-        return [gradient_of(tensor) for tensor in inputs]
+        return [meta.gradient_of(tensor) for tensor in inputs]
 
     def backward_weight(self, microbatch: int) -> None:
         """W: add up the gradients that I has left out."""
@@ -190,7 +190,7 @@ class PipelineStage:
         """This rank's mesh for an arriving DTensor."""
         key = sharding.mesh_text
         if key not in self._meshes:
-            self._meshes[key] = find_mesh(sharding, self.submod, self.get_mesh)
+            self._meshes[key] = meta.find_mesh(sharding, self.submod, self.get_mesh)
         return self._meshes[key]
 
     def _weights_function(self) -> Callable[..., None]:

@@ -24,9 +24,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from taktline import pytree
 from taktline.errors import BatchError, DataError, SignatureError, TaktlineError, text_of
-from taktline.meta import Signature
+from taktline.meta import Signature, is_sharded
 from taktline.runtime.microbatch import Batch, Cutter, Replicate, TensorChunkSpec, describe
-from taktline.sharding import is_sharded
 from taktline.split.arguments import arguments_of
 from taktline.train.ranks import Ranks
 from taktline.transport import transport_of
@@ -238,11 +237,9 @@ class BatchDims:
             for key, example in self._example.items()
             if key in given and example.ndim == given[key].ndim > 0
         }
-        try:
-            found = _dims(pairs, self._cutter.microbatches, self._dims)
-        except _UnclearError as unclear:
-            (key,) = unclear.args
-            raise _refusal(key, self._example[key], given[key]) from None
+        found = _dims(pairs, self._cutter.microbatches, self._dims)
+        if not isinstance(found, dict):
+            raise _refusal(found, self._example[found], given[found])
         self._dims |= found  # for batches that have as many rows as the example
         dims = {key: self._dims.get(key, 0) for key in given}
         if not any(dim != 0 for dim in dims.values()):
@@ -262,31 +259,30 @@ class BatchDims:
         return cut if parts else ""
 
 
-class _UnclearError(Exception):
-    """It is unclear how the argument of this key is to be cut."""
-
-
 def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[_Key, torch.Tensor]:
     """The arguments that are tensors; tensors in containers are cut along dimension 0."""
     found: dict[_Key, Any] = {**dict(enumerate(args)), **kwargs}
     return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) -> _Dims:
-    """The dimension of each argument that is the batch; empty if nothing new was found."""
+def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) -> _Dims | _Key:
+    """The dimension of each argument that is the batch; empty if nothing new was found.
+
+    If it is unclear how an argument is to be cut, only its key.
+    """
     grown = {key: sizes[0] for key, sizes in pairs.items() if sizes[0][0] != sizes[0][1]}
     if not grown:
         for key, sizes in pairs.items():
             times = any(mine * microbatches == theirs != mine for mine, theirs in sizes[1:])
             if times and key not in known:
-                raise _UnclearError(key)  # the batch is not in front, or texts are longer
+                return key  # the batch is not in front, or texts are longer
         return {}
     rows = next(iter(grown.values()))
     found: _Dims = {}
     for key, sizes in pairs.items():
         places = [dim for dim, size in enumerate(sizes) if size == rows]
         if len(places) > 1 or grown.get(key, rows) != rows:
-            raise _UnclearError(key)
+            return key
         found[key] = places[0] if places else None
     # Lengths of texts may differ, too, also in arguments that belong to all rows.
     lengths = {size for key, dim in found.items() if dim is not None for size in pairs[key]}
@@ -295,7 +291,7 @@ def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) ->
         mistaken = pairs[key][0][0] == rows[0] > 1
         explained = all(size in lengths or size[0] == size[1] for size in pairs[key])
         if dim is None and (mistaken or not explained):
-            raise _UnclearError(key)
+            return key
     return found
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from taktline.checkpoint.model_state import ModelState, foremost, writers
 from taktline.checks import check, refuse
 from taktline.errors import LossError, MismatchError, UseError
+from taktline.meta import is_sharded, local
 from taktline.private import private
-from taktline.sharding import is_sharded, local
 from taktline.stage.names import named_modules
 from taktline.text import first_of
 from taktline.train.batches import broadcast

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -37,15 +37,6 @@ PREEMPTED = 83
 
 _ONE_SIGNAL = 2.0
 """Seconds in which further signals count as the first: launchers pass on what ranks get as well."""
-
-
-class Position(NamedTuple):
-    """Where training goes on, noted before the next batch was read."""
-
-    random: dict[str, Any]
-    data: Any
-    """The object with the position in the data, if it is known."""
-    state: Any
 
 
 class AnotherStep(BaseException):
@@ -76,7 +67,10 @@ class Preemption:
         """Whether ``on_preempt`` is running; its own steps do not end the process."""
         self._waited = False
         """Whether a save has asked for one more step already."""
-        self._position: Position | None = None
+        self._noted: dict[str, Any] | None = None
+        """Where training goes on, from before the next batch was read: what a save takes of it."""
+        self._noted_of: Any = None
+        """The object with the position in the data at that time."""
         if self._noting is not None:
             self._noting.remove()
         self._noting = None
@@ -100,9 +94,9 @@ class Preemption:
     def _note(self, *_: object) -> None:
         """Note where training goes on from here; also after each step of an optimizer."""
         if (built := self._built()) is not None and not torch.compiler.is_compiling():
-            state = None if self._data is None else copy.deepcopy(self._data.state_dict())
-            random = RandomNumbers(built.model).state_dict()
-            self._position = Position(random, self._data, state)
+            data = None if self._data is None else copy.deepcopy(self._data.state_dict())
+            self._noted = {"random": RandomNumbers(built.model).state_dict(), "data": data}
+            self._noted_of = self._data
 
     def use(self, data: Any) -> None:
         """Note the object with the position in the data."""
@@ -111,20 +105,19 @@ class Preemption:
     def place(self, training: Training) -> None:
         """In ``on_preempt``, save the position from before the batch of the step that waits."""
         self.use(training.data)
-        built, position = self._built(), self._position
-        if built is None or position is None or not self._ending:
+        built, noted = self._built(), self._noted
+        if built is None or noted is None or not self._ending:
             return
-        unknown = training.data is not None and training.data is not position.data
+        unknown = training.data is not None and training.data is not self._noted_of
         if built.ranks.on_any_rank(unknown and not self._waited, "save()"):
             raise AnotherStep
-        training.noted["random"] = position.random
+        training.noted = noted
         if unknown:
+            training.noted = {"random": noted["random"]}
             _log.warning(
                 "the save in on_preempt has another object as data=… than saves before it, whose "
                 "position may be a batch too far; pass the same object to every save and load"
             )
-        elif training.data is not None:
-            training.noted["data"] = position.state
 
     def end_if_agreed(self, pipe: Any) -> None:
         """End this process if SIGTERM has reached any rank, unless gradients wait anywhere.

@@ -127,7 +127,7 @@ class Ranks:
 
     def on_any_rank(self, flag: bool, what: str) -> bool:
         """Whether a flag is set in any process of any replica."""
-        return self.in_any_pipeline(any(_shared(self.transport, float(flag), what)), what)
+        return any(self.processes.everywhere(lambda: flag, what, what))
 
     def in_any_pipeline(self, flag: bool, what: str) -> bool:
         """Whether a flag is set in any pipeline of the mesh; all ranks of one have the same."""

@@ -30,8 +30,7 @@ import torch
 from taktline import pytree
 from taktline.checks import Either, conform, read
 from taktline.errors import JsonError, SignatureError
-from taktline.meta import DTYPES, Leaf, Signature, TensorMeta, name_of
-from taktline.sharding import Sharding
+from taktline.meta import DTYPES, Leaf, Sharding, Signature, TensorMeta, name_of
 
 _Class = TypeVar("_Class", bound="type[Any]")
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from taktline.meta import TensorMeta
-from taktline.sharding import Sharding, local
+from taktline.meta import Sharding, TensorMeta, local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

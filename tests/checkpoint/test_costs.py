@@ -14,7 +14,7 @@ from torch import nn
 
 import taktline as tl
 from taktline.checkpoint import files
-from taktline.sharding import local
+from taktline.meta import local
 from tests.checkpoint.training import mesh_of
 from tests.workers import Workers
 

@@ -14,28 +14,20 @@ from torch import Tensor, nn
 
 import taktline as tl
 from taktline.errors import CheckpointError
-from taktline.sharding import local
+from taktline.meta import local
+from tests.checkpoint import training
 from tests.checkpoint.training import mesh_of
 from tests.workers import Workers
 
 UPDATES = 8
 
 
-class Data:
-    """Batches in an order of its own, from any of them on."""
-
-    def __init__(self) -> None:
-        self.next = 0
+class Data(training.Data):
+    """Batches of numbers."""
 
     def __next__(self) -> Tensor:
         self.next += 1
         return torch.randn(8, 4, generator=torch.Generator().manual_seed(self.next))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next = state["next"]
 
 
 class Noisy(torch.optim.SGD):

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import taktline as tl
-from taktline.sharding import local
+from taktline.meta import local
 from tests.train import models
 from tests.train.models import CUTS, LM, TARGET, TOKENS, Record, batches, loss_fn, plain, train
 from tests.workers import Workers
@@ -422,39 +422,6 @@ def test_what_is_refused(workers: Workers, options: dict[str, Any], text: str) -
     for error in workers.outcomes(wrong, options, ranks=4):
         assert isinstance(error, tl.TaktlineError), error
         assert text in str(error)
-
-
-def misused(rank: int, group: Any, what: str) -> str:
-    """A call that one rank makes alone, while the other one steps."""
-    pipe = pipeline(group)
-    calls = {
-        "grad_norm": pipe.grad_norm,
-        "state_dict": lambda: pipe.state_dict(gathered=True),
-        "scaler": lambda: pipe._built.ranks.on_any_rank(False, "a GradScaler's step"),
-        "eval": lambda: pipe.eval(TOKENS, target=TARGET),
-    }
-    pipe.step(TOKENS, target=TARGET)
-    with pytest.raises(tl.MismatchError) as caught:
-        calls[what]() if rank == 0 else pipe.step(TOKENS, target=TARGET)
-    assert pipe.grad_norm() > 0, "the next call works"
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("grad_norm", "grad_norm()"),
-        ("state_dict", "state_dict(gathered=True)"),
-        ("scaler", "a GradScaler's step"),
-        ("eval", "eval()"),
-    ],
-)
-def test_a_call_that_one_rank_makes_alone(workers: Workers, what: str, told: str) -> None:
-    expected = (
-        f"the ranks disagree on the call: {told} on rank 0; step() on rank 1; make the same calls "
-        "in the same order on every rank"
-    )
-    assert workers.run(misused, what) == [expected] * 2
 
 
 def given_apart(rank: int, group: Any, by_name: bool) -> str:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from taktline import Pipeline
 from taktline.errors import ArgumentError
 from tests.documents import ROOT
+from tests.train.models import loss_fn
 from tests.workers import Workers
 
 TOKENS = torch.arange(32).reshape(8, 4) % 10
@@ -28,10 +29,6 @@ def make(**where: Any) -> Pipeline:
     torch.manual_seed(0)
     stages = [nn.Embedding(10, 6), nn.Linear(6, 10)]
     return Pipeline(stages, microbatches=4, loss_fn=loss_fn, seed=0, **(where or {"ranks": 2}))
-
-
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def train(every: int = 2, steps: int = 5, **where: Any) -> tuple[list[float], dict[str, float]]:

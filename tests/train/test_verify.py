@@ -15,48 +15,11 @@ from taktline import Pipeline, TensorChunkSpec
 from taktline.errors import UseError
 from taktline.runtime.stage_actions import Work
 from taktline.train.verify import Verification
+from tests.checkpoint.training import DropLM as LM
+from tests.train.models import CUTS, PARTS, TARGET, TOKENS, WIDTH, Block, loss_fn
 from tests.workers import Workers
 
-WORDS, WIDTH, PARTS = 11, 6, 4
 Patch = pytest.MonkeyPatch
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.wide = nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(torch.tanh(self.wide(self.norm(x))))
-
-
-class LM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
-        x = self.embed(tokens)
-        if scale is not None:
-            x = x * scale
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-TOKENS = torch.arange(8 * 5).reshape(8, 5) * 7 % WORDS
-TARGET = TOKENS.roll(-1, 1)
-CUTS = {2: ["blocks.2"], 4: ["blocks.1", "blocks.2", "blocks.3"]}
 
 
 def verified(model: nn.Module | None = None, *args: Any, **options: Any) -> Verification:
@@ -64,7 +27,7 @@ def verified(model: nn.Module | None = None, *args: Any, **options: Any) -> Veri
     model = LM() if model is None else model
     plain = options.pop("plain", None)
     target = options.pop("target", TARGET)
-    keywords = {name: options.pop(name) for name in ("scale", "tolerance") if name in options}
+    keywords = {name: options.pop(name) for name in ("shift", "tolerance") if name in options}
     options = {"schedule": "1f1b", "cuts": CUTS[2], "loss_fn": loss_fn} | options
     pipe = Pipeline(model, microbatches=PARTS, ranks=2, **options)
     return pipe.verify(plain or model, *(args or (TOKENS,)), target=target, **keywords)
@@ -76,8 +39,8 @@ def verified(model: nn.Module | None = None, *args: Any, **options: Any) -> Veri
 def test_a_sound_pipeline_is_equal(schedule: str, stages: int) -> None:
     found = verified(schedule=schedule, cuts=CUTS[stages])
     assert found, str(found)
-    # Of every micro-batch, the outputs of embedding, head and the four parts of each block.
-    assert found.compared > PARTS * (2 + 4 * 4)
+    # Of every micro-batch, the outputs of embedding, head and the six parts of each block.
+    assert found.compared > PARTS * (2 + 4 * 6)
     assert str(found) == f"equal to the plain model: {found.compared} tensors"
 
 
@@ -135,11 +98,11 @@ def forgotten() -> Verification:
 
 def untied() -> Verification:
     class Copied(LM):
-        def forward(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
+        def forward(self, tokens: Tensor, shift: Tensor | None = None) -> Tensor:
             x = self.embed(tokens)
             for block in self.blocks:
                 x = block(x)
-            return nn.functional.linear(x, self.head.weight.detach())
+            return nn.functional.linear(x, self.head.weight.detach()) * self.get_buffer("scale")
 
     model = LM()
     model.__class__ = Copied
@@ -169,17 +132,16 @@ def hooked() -> Verification:
 
 
 def cut_wrong() -> Verification:
-    scale = torch.linspace(0.5, 2, 8).reshape(8, 1, 1)
+    shift = torch.linspace(0.5, 2, 8).reshape(8, 1)
     rolled = TensorChunkSpec(0)
-    options: dict[str, Any] = {"args_chunk_spec": (rolled,), "kwargs_chunk_spec": {"scale": rolled}}
+    options: dict[str, Any] = {"args_chunk_spec": (rolled,), "kwargs_chunk_spec": {"shift": rolled}}
 
     class Sorted(LM):
-        def forward(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
-            assert scale is not None
-            return super().forward(tokens, scale / scale.max())
+        def forward(self, tokens: Tensor, shift: Tensor | None = None) -> Tensor:
+            assert shift is not None
+            return super().forward(tokens, shift / shift.max())
 
-    model = Sorted()
-    return verified(model, scale=scale, **options)
+    return verified(Sorted(), shift=shift, **options)
 
 
 def ignored() -> Verification:
@@ -280,7 +242,7 @@ RUNTIME: dict[str, tuple[Callable[[Patch], None], str, str]] = {
     "a rounded message": (
         rounded_message,
         "zb_h1",
-        "stage 1, micro-batch 2, forward: the output of blocks.2.norm differs",
+        "stage 1, micro-batch 2, forward: the output of blocks.2.norm.0 differs",
     ),
     "a loss that counts more": (
         scaled_loss,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from taktline.meta import is_sharded, local
 from taktline.private import lacking, missing, private
-from taktline.sharding import is_sharded, local
 from taktline.stage import PipelineStage
 from taktline.stage.split_backward import is_own_hook
 from taktline.stage.stage import parameters_of
