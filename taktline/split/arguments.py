@@ -280,11 +280,18 @@ _CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
 
 
 def key_of(value: Any, tensors: list[Any]) -> Any:
-    """All that a forward can see of an argument without its data; lists the tensors in it."""
+    """All that a forward can see of an argument without its data; lists the tensors in it.
+
+    This runs in each call: the usual kinds come first.
+    """
     kind = type(value)
     if kind is torch.Tensor or isinstance(value, _LEAVES):
         tensors.append(value)
         return (value.shape, value.dtype)
+    if kind is tuple or kind is list:
+        return (kind, *[key_of(part, tensors) for part in value])
+    if kind is dict:
+        return (kind, *[(key, key_of(part, tensors)) for key, part in value.items()])
     if value is None or isinstance(value, _CONSTANTS):
         return (kind, value)
     if (children := children_of(value)) is not None:

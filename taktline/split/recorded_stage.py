@@ -74,6 +74,7 @@ class StageProgram:
         self.record, self.plan = record, plan
         self._is_last = rest is None
         self._given = parts_in(record.given, Value)
+        self._inputs = (*self._given, *plan.received)
         given = list(enumerate(self._given))
         self._dropped = [(at, value.absent) for at, value in given if value not in (rest or ())]
         written = {memory for step in record.steps for memory in step.writes}
@@ -127,8 +128,7 @@ class StageProgram:
         return (sent, *call)
 
     def _run(self, runs: list[Run], stage: nn.Module, received: Any, tensors: list[Any]) -> Values:
-        values = dict(zip(self._given, tensors, strict=True))
-        values.update(zip(self.plan.received, received, strict=False))
+        values = dict(zip(self._inputs, (*tensors, *received), strict=False))
         for value in self.plan.copied:
             if value in values:
                 values[value] = values[value].clone()
