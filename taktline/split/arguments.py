@@ -184,7 +184,8 @@ def mapped(
         return made[id(value)]
     made[id(value)] = None
     keys, parts = [key for (_, key), _ in children], [part for _, part in children]
-    if kind in pytree.SUPPORTED_NODES or (isinstance(value, tuple) and kind is not tuple):
+    is_plain = kind in (tuple, list, dict)
+    if not is_plain and (kind in pytree.SUPPORTED_NODES or isinstance(value, tuple)):
         parts, keys = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     elif kind not in _MADE_ANEW and not is_object(value):
         how = "register it with torch.utils._pytree.register_pytree_node"
@@ -262,13 +263,6 @@ def arguments_of(example: Any) -> Call:
                 "example must be a tuple of arguments, a dict of keyword arguments, or (args, "
                 f"kwargs), not {type(example).__name__}"
             )
-    try:
-        tensors_in((args, kwargs))
-    except RecursionError:
-        raise PartitionError(
-            "example has a container that refers to itself; pass what it has, and let the forward "
-            "make it"
-        ) from None
     return args, kwargs
 
 
@@ -277,26 +271,27 @@ def arguments_of_forward(kind: type[nn.Module]) -> tuple[str, ...]:
     return tuple(signature(kind.forward).parameters)[1:]
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in nested values."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def device_of(tree: Any) -> torch.device:
-    """The device of the first tensor in nested values, or the CPU."""
-    tensors = tensors_in(tree)
-    return tensors[0].device if tensors else torch.device("cpu")
+def device_of(value: Any) -> torch.device:
+    """The device of the first tensor in a nested value, or the CPU."""
+    return next((tensor.device for tensor in all_tensors(value)), torch.device("cpu"))
 
 
 _CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
 
 
 def key_of(value: Any, tensors: list[Any]) -> Any:
-    """All that a forward can see of an argument without its data; lists the tensors in it."""
+    """All that a forward can see of an argument without its data; lists the tensors in it.
+
+    This runs in each call: the usual kinds come first.
+    """
     kind = type(value)
     if kind is torch.Tensor or isinstance(value, _LEAVES):
         tensors.append(value)
         return (value.shape, value.dtype)
+    if kind is tuple or kind is list:
+        return (kind, *[key_of(part, tensors) for part in value])
+    if kind is dict:
+        return (kind, *[(key, key_of(part, tensors)) for key, part in value.items()])
     if value is None or isinstance(value, _CONSTANTS):
         return (kind, value)
     if (children := children_of(value)) is not None:

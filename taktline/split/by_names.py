@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from taktline import pytree
 from taktline.checks import check, check_list, known_keywords, refuse
 from taktline.errors import PartitionError
 from taktline.split.arguments import (
@@ -18,7 +17,9 @@ from taktline.split.arguments import (
     arguments_of,
     arguments_of_forward,
     device_of,
+    filled,
     key_of,
+    mapped,
     without_cache,
     without_padding,
 )
@@ -88,9 +89,7 @@ def _learned(
     """The recorded forward of an example."""
     with torch.enable_grad(), torch.inference_mode(False):
         key = key_of_kind(key_of(call, []), model.training, device_of(call), None)
-        known = cut.learn(model.training, lambda: record or record_twice(cut.empty, call))
-        cut.known(key).append(known)
-    return known
+        return cut.learn(key, model.training, lambda: record or record_twice(cut.empty, call))
 
 
 def _dummy_inputs(cut: CutModel, model: nn.Module) -> list[StageProgram] | None:
@@ -168,7 +167,7 @@ def as_call(model: nn.Module, example: Any) -> Call:
             return torch.zeros_like(tensor, device=device or "cpu")
         return tensor if device is None else tensor.to(device)
 
-    return pytree.tree_map_only(torch.Tensor, moved, call)
+    return filled(mapped(call, moved), {})
 
 
 def _homes_by_use(cut: CutModel, known: list[StageProgram]) -> dict[str, frozenset[int]]:

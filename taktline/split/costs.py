@@ -18,7 +18,7 @@ from taktline.device import keep_generators
 from taktline.errors import PartitionError, text_of
 from taktline.private import private
 from taktline.side_values import SideValues
-from taktline.split.arguments import Call, tensors_in
+from taktline.split.arguments import Call, all_tensors
 from taktline.split.cut import Cut
 
 _RECURRENT = {"mkldnn_rnn_layer", "_cudnn_rnn"}
@@ -70,7 +70,7 @@ class OperationCounter(_Mode):
         name = getattr(func, "__name__", "").partition(".")[0]
         is_view = any(alias is not None and not alias.is_write for alias in made)
         is_view = is_view or name in _VIEWS
-        if tensors_in(result) and not is_view:  # it computes, and does not only ask
+        if all_tensors(result) and not is_view:  # it computes, and does not only ask
             self.calls += 1
             self.flops += _flops(func, args, kwargs, result)
             written = _size(result)
@@ -84,18 +84,18 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result)
     name = getattr(packet, "__name__", "")
-    given = tensors_in((args, kwargs))
+    given = all_tensors((args, kwargs))
     if name in _RECURRENT:
         # Each vector of the input, or of the state, is multiplied with every matrix of weights.
         vectors = given[0].numel() // given[0].shape[-1]
-        matrices = [weight for weight in tensors_in(args[1:3]) if weight.ndim == 2]
+        matrices = [weight for weight in all_tensors(args[1:3]) if weight.ndim == 2]
         return sum(2 * vectors * weight.numel() for weight in matrices)
     if "dot_product" in name and len(given) > 2:
         query, key, value = given[:3]
         pairs = query.numel() // query.shape[-1] * key.shape[-2]
         return 2 * pairs * (query.shape[-1] + value.shape[-1])
     if _PRODUCT.search(name) and len(given) > 1 and given[0].ndim:
-        one, other, made = *given[:2], tensors_in(result)
+        one, other, made = *given[:2], all_tensors(result)
         if one.ndim == other.ndim == 2 and made and made[0].ndim == 3:  # in groups of columns
             return 2 * one.numel() * other.shape[-1]
         return 2 * _size(result) * one.shape[-1]
@@ -103,7 +103,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _size(tree: Any) -> int:
-    return sum(tensor.numel() for tensor in tensors_in(tree))
+    return sum(tensor.numel() for tensor in all_tensors(tree))
 
 
 _RUNS = (5, 20)
@@ -169,7 +169,7 @@ def _time(
         with SideValues(0, given) as inner, torch.enable_grad():
             start = _now(device)
             output = made.forward(*args, **kwargs)  # hooks run around the unit
-            parts = [part for part in tensors_in(output) if part.requires_grad]
+            parts = [part for part in all_tensors(output) if part.requires_grad]
             if parts:
                 torch.autograd.backward(parts, [torch.ones_like(part) for part in parts])
             took.append(_now(device) - start)

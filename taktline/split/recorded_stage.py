@@ -74,6 +74,7 @@ class StageProgram:
         self.record, self.plan = record, plan
         self._is_last = rest is None
         self._given = parts_in(record.given, Value)
+        self._inputs = (*self._given, *plan.received)
         given = list(enumerate(self._given))
         self._dropped = [(at, value.absent) for at, value in given if value not in (rest or ())]
         written = {memory for step in record.steps for memory in step.writes}
@@ -127,8 +128,7 @@ class StageProgram:
         return (sent, *call)
 
     def _run(self, runs: list[Run], stage: nn.Module, received: Any, tensors: list[Any]) -> Values:
-        values = dict(zip(self._given, tensors, strict=True))
-        values.update(zip(self.plan.received, received, strict=False))
+        values = dict(zip(self._inputs, (*tensors, *received), strict=False))
         for value in self.plan.copied:
             if value in values:
                 values[value] = values[value].clone()
@@ -382,7 +382,7 @@ class CutModel:
         """The number of stages."""
         return len(self.cuts) + 1 if self.first is None else len(self.first)
 
-    def learn(self, training: bool, record: Callable[[], Record]) -> list[StageProgram]:
+    def learn(self, key: Any, training: bool, record: Callable[[], Record]) -> list[StageProgram]:
         """Record a call of a kind, and cut it."""
         if self.empty.model.training != training:
             self.empty.model.train(training)
@@ -398,6 +398,9 @@ class CutModel:
             )
         self._require_at_home(known)
         self.first = self.first or known
+        alike = self.known(key)
+        alike.append(known)
+        del alike[:-KINDS]
         return known
 
     def _require_at_home(self, known: list[StageProgram]) -> None:
@@ -466,14 +469,12 @@ class RecordedStage(nn.Module):
         kind, training, types = key_of(call, tensors), self.training, self.types()
         first = next((t for t in (*tensors, *received) if isinstance(t, torch.Tensor)), None)
         device = torch.device("cpu") if first is None else first.device
-        known = cut.known(key_of_kind(kind, training, device, types))
-        for each in known:
+        key = key_of_kind(kind, training, device, types)
+        for each in cut.known(key):
             if each[self._stage].holds(self, tensors, received):
                 return each[self._stage], tensors
         with cut.lock:
-            made = cut.learn(training, lambda: record_twice(cut.empty, call, types, device))
-            known.append(made)
-            del known[:-KINDS]
+            made = cut.learn(key, training, lambda: record_twice(cut.empty, call, types, device))
         return made[self._stage], tensors
 
     def types(self) -> Types | None:

@@ -228,10 +228,10 @@ _FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", _WHAT)
 _FakeMode = private("torch._subclasses.fake_tensor.FakeTensorMode", _WHAT)
 _with_data = private("torch._subclasses.fake_tensor.unset_fake_temporarily", _WHAT)
 _DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", _WHAT)
-_is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor", _WHAT, otherwise=None)
-
-
-_READ_NUMBER = "_local_scalar_dense.default"
+is_transformed: Callable[[torch.Tensor], bool] = private(
+    "torch._C._functorch.is_functorch_wrapped_tensor", _WHAT, otherwise=lambda tensor: False
+)
+"""Whether a tensor is one of ``torch.vmap`` and the like."""
 
 
 class Types(NamedTuple):
@@ -251,11 +251,6 @@ def has_data(tensors: Sequence[Any]) -> bool:
 def is_fake(tensor: Any) -> bool:
     """Whether this is a tensor without data."""
     return isinstance(tensor, _FakeTensor)
-
-
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of ``torch.vmap`` and the like."""
-    return _is_wrapped is not None and _is_wrapped(tensor)
 
 
 class Fakes:
@@ -301,10 +296,10 @@ class Fakes:
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a recorded forward has in the place of a parameter or buffer."""
-        dtype, types = tensor.dtype, self.types
-        if types is not None and types.before is dtype:
-            dtype = dtype if types.is_sharded and not _is_parameter(tensor) else types.now
-        if _is_parameter(tensor) or not has_data([tensor]):
+        dtype, types, is_parameter = tensor.dtype, self.types, isinstance(tensor, nn.Parameter)
+        if types is not None and types.before is dtype and (is_parameter or not types.is_sharded):
+            dtype = types.now
+        if is_parameter or not has_data([tensor]):
             return self._empty(tensor, dtype)
         made = tensor.detach().to(self.device, dtype, copy=True)
         return made.requires_grad_(tensor.requires_grad)
@@ -410,8 +405,8 @@ class _Watch(_DispatchMode):
         if self._uses is not None:
             for tensor in _tensors_of(args):
                 self._uses(tensor)
-        is_read = getattr(func, "__name__", "") == _READ_NUMBER
-        if is_read and self._number is not None and self._fakes.have_data(args):
+        is_item = getattr(func, "__name__", "") == "_local_scalar_dense.default"
+        if is_item and self._number is not None and self._fakes.have_data(args):
             with _with_data():
                 return self._number(args[0])
         schema = getattr(func, "_schema", None)
@@ -448,7 +443,3 @@ def _tensors_of(given: Any) -> Iterator[torch.Tensor]:
         for part in each if isinstance(each, (list, tuple)) else (each,):
             if isinstance(part, torch.Tensor):
                 yield part
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)

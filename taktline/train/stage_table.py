@@ -20,7 +20,7 @@ from taktline.meta import as_arguments, name_of
 from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
 from taktline.private import private
 from taktline.side_values import SideValues, Skip
-from taktline.split.arguments import arguments_of, tensors_in
+from taktline.split.arguments import all_tensors, arguments_of
 from taktline.split.costs import OperationCounter
 from taktline.split.recorded_stage import crossings_of
 from taktline.stage.names import named_parameters
@@ -126,7 +126,7 @@ def _needs_of(
             output = module(*args, **(kwargs if stage == 0 else {}))
         skips, args = side.skips, as_arguments(output)
         note_containers(pytree.tree_structure(args))
-        crossing = tensors_in((args, [skip.value for skip in skips.values()]))
+        crossing = all_tensors((args, [skip.value for skip in skips.values()]))
         other = "an argument of the model" if names[stage] else "output"
         crosses = tuple(
             Crossing(name, name_of(part.dtype), tuple(part.shape), part.nbytes)
