@@ -185,10 +185,10 @@ class Agreement:
         try:
             yield
         except TaktlineError as raised:
+            if not self._replicas.partners:
+                raise
             raise self._replicas.agree(raised, what) or raised from raised.__cause__
-        if not self._replicas.partners:
-            return
-        if (elsewhere := self._replicas.agree(None, what)) is not None:
+        if self._replicas.partners and (elsewhere := self._replicas.agree(None, what)) is not None:
             raise elsewhere
 
     def share(self, mine: Record, error: TaktlineError | None, what: str) -> list[Record]:
@@ -211,7 +211,7 @@ class Agreement:
         """Agree on the outcome, and on shared losses; returns whether any rank has skips."""
         feed, relayed = self._feed, None
         # One process has all losses, and need not wait.
-        shares = feed.shares and self._transport.size > 1
+        shares = feed.call.share_losses and self._transport.size > 1
         with self.with_replicas(what):
             if shares:
                 # A rank that has failed may lack some losses; no rank reads them then.

@@ -1,4 +1,4 @@
-"""What a step works on: its micro-batches, the weights of their losses, and its results."""
+"""What a step works on: its call, its micro-batches with the weights of losses, its results."""
 
 from __future__ import annotations
 
@@ -11,45 +11,74 @@ from typing import Any, TypeAlias
 import torch
 
 from taktline import pytree
-from taktline.checks import warn
-from taktline.errors import BatchError
-from taktline.runtime.microbatch import bounds
+from taktline.checks import check, warn
+from taktline.errors import BatchError, MismatchError
+from taktline.runtime.microbatch import Batch, bounds
 from taktline.text import counted
 
 LossWeights: TypeAlias = Sequence[float] | torch.Tensor | Callable[[Any], float | torch.Tensor]
 """One number a micro-batch, or a function that returns it for a micro-batch's target."""
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of step() or eval()."""
+
+    batch: Batch = field(default_factory=Batch)
+    number: int = 0  # of the training step, for seeds
+    trains: bool = False
+    outputs: bool = True
+    losses: list[torch.Tensor] | None = None  # to fill
+    aux_losses: list[torch.Tensor] | None = None
+    share_losses: bool = False  # whether every rank gets the losses
+    loss_keywords: Mapping[str, Any] = field(default_factory=dict)
+    loss_weights: LossWeights | None = None
+    scale_grads: bool = True
+    grad_scale: float = 1.0  # for every gradient, so that none underflows in half precision
+    finalizes: bool = True  # whether gradients of sharded stages are reduced
+
+    def __str__(self) -> str:
+        if not self.trains:
+            return "eval()"
+        return "step()" if self.finalizes else "step(finalize_gradients=False)"
+
+    @property
+    def wants_losses(self) -> bool:
+        """Whether this rank keeps the losses that it computes."""
+        return self.share_losses or self.losses is not None
+
+    def check(self) -> None:
+        """Raise if the arguments are of the wrong type."""
+        for name, wanted in (("losses", self.losses), ("aux_losses", self.aux_losses)):
+            if wanted is not None and not isinstance(wanted, list):
+                raise BatchError(f"{name} must be a list to fill, not {type(wanted).__name__}")
+        check("share_losses", self.share_losses, bool, error=BatchError)
+        check("return_outputs", self.outputs, bool, error=BatchError)
+        check("finalize_gradients", self.finalizes, bool, error=BatchError)
+        if self.trains and not torch.is_grad_enabled():
+            raise MismatchError("step() trains, but under torch.no_grad() it cannot; call eval()")
+
+
 @dataclass(slots=True)
 class Feed:
     """The micro-batches of a step on one rank, and their results."""
 
-    trains: bool = False
-    finalizes: bool = True
-    """Whether the gradients of sharded stages are reduced at its end."""
-    number: int = 0
-    """The number of the training step, for seeds."""
+    call: Call = Call()
     rows: int = 0
     """The rows of the batch, agreed on by all ranks; 0 if unknown."""
     microbatches: int = 0
     arguments: Sequence[Sequence[Any]] = ()
     keywords: Sequence[Mapping[str, Any]] = ()
     targets: Sequence[Any] | None = None
-    loss_keywords: Mapping[str, Any] = field(default_factory=dict)
     scale: float = 1.0
     """The weight of every micro-batch's loss in the gradient."""
     scales: Sequence[float] | None = None
     """The weight of each loss of the loss function, where they differ."""
     row_scales: Sequence[float] | None = None
     """The weight of each loss that stages add, where micro-batches differ in size."""
-    grad_scale: float = 1.0
-    """Multiplies every gradient, so that none underflows in half precision."""
     counts: torch.Tensor | None = None
-    """The product of these for each micro-batch, in a buffer on the device: for the loss, and for
-    losses that stages add. Only in a captured step, which is replayed with other numbers."""
-    shares: bool = False
-    """Whether every rank gets the losses."""
-    wants_losses: bool = False
+    """The product of these and ``grad_scale`` for each micro-batch, in a buffer on the device: for
+    the loss, and for losses that stages add. Only in a captured step, which is replayed."""
     outputs: dict[int, Any] | None = None
     """Outputs of the last stage; None if the caller does not want them."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
