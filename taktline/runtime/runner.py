@@ -20,7 +20,6 @@ from taktline.runtime.agreement import (
     SAME_STEP,
     Agreement,
     DataCheck,
-    LossRelay,
     Record,
     difference,
     inputs_of,
@@ -30,6 +29,7 @@ from taktline.runtime.capture import Captures, Graphs
 from taktline.runtime.feed import (
     Call,
     Feed,
+    LossRelay,
     by_rows,
     listed,
     mean_of,
