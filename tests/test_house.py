@@ -34,9 +34,9 @@ def test_a_circle_is_found() -> None:
 
 
 BUDGETS = {
-    **{"plan": 3_503, "stage": 1_783, "transport": 3_710, "runtime": 6_045, "train": 3_299},
-    **{"checkpoint": 1_952, "render": 894, "cli": 1_538, "compat": 2_368, "split": 3_965},
-    "": 1_818,
+    **{"plan": 3_503, "stage": 1_783, "transport": 3_708, "runtime": 6_025, "train": 3_288},
+    **{"checkpoint": 1_951, "render": 894, "cli": 1_538, "compat": 2_368, "split": 3_951},
+    "": 1_809,
 }
 """The most lines of each room, and of the files beside them; they may only become fewer."""
 

@@ -19,14 +19,14 @@ import torch
 from taktline import pytree
 from taktline.errors import BatchError, MismatchError, StageError, TaktlineError, text_of
 from taktline.meta import local
-from taktline.runtime.feed import Feed
+from taktline.runtime.feed import Feed, LossRelay, losses_as_numbers, put_losses
 from taktline.runtime.microbatch import Batch
 from taktline.runtime.program import Failure
 from taktline.runtime.replicas import Replicas
 from taktline.text import by_rank, counted
-from taktline.transport import Channel, Handle, Transport
+from taktline.transport import Transport
 from taktline.transport.distributed import Distributed
-from taktline.transport.exchange import as_floats, as_integers, retold, share_error, share_values
+from taktline.transport.exchange import retold, share_error, share_values
 
 
 class Record(NamedTuple):
@@ -185,10 +185,10 @@ class Agreement:
         try:
             yield
         except TaktlineError as raised:
+            if not self._replicas.partners:
+                raise
             raise self._replicas.agree(raised, what) or raised from raised.__cause__
-        if not self._replicas.partners:
-            return
-        if (elsewhere := self._replicas.agree(None, what)) is not None:
+        if self._replicas.partners and (elsewhere := self._replicas.agree(None, what)) is not None:
             raise elsewhere
 
     def share(self, mine: Record, error: TaktlineError | None, what: str) -> list[Record]:
@@ -211,7 +211,7 @@ class Agreement:
         """Agree on the outcome, and on shared losses; returns whether any rank has skips."""
         feed, relayed = self._feed, None
         # One process has all losses, and need not wait.
-        shares = feed.shares and self._transport.size > 1
+        shares = feed.call.share_losses and self._transport.size > 1
         with self.with_replicas(what):
             if shares:
                 # A rank that has failed may lack some losses; no rank reads them then.
@@ -271,104 +271,6 @@ def located(error: Exception, transport: Transport, other: type[TaktlineError]) 
         found = other(f"{rank}{type(error).__name__}: {text_of(error)}")
     found.__cause__ = error
     return found
-
-
-# Losses, as part of a record.
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""The types in which losses are shared."""
-_NO_LOSS = -1
-
-
-def losses_as_numbers(feed: Feed, relayed: torch.Tensor | None) -> tuple[int, ...]:
-    """The losses and scales of this rank, which other ranks read with :func:`put_losses`.
-
-    Main losses are left out if a :class:`LossRelay` has carried them, but not their type.
-    """
-    code, count = _NO_LOSS, feed.microbatches
-    if feed.losses:
-        dtype = feed.losses[0].dtype  # float64 holds those of integer types
-        code = _DTYPES.index(dtype if dtype in _DTYPES else torch.float64)
-    main = _values({} if relayed is not None else feed.losses, count)
-    values = [*main, *_values(feed.aux_losses, count), *(feed.scales or [0.0] * count)]
-    return code, int(bool(feed.aux_losses)), *as_integers(values)
-
-
-def put_losses(ranks: Iterable[Sequence[int]], feed: Feed, relayed: torch.Tensor | None) -> None:
-    """Put all ranks' losses into the feed: main ones with their scales, sums of added ones."""
-    dtype, losses, aux = None, {}, {}
-    for code, has_aux, *bits in ranks:
-        values = as_floats(bits)
-        count = len(values) // 3
-        if code != _NO_LOSS:
-            dtype, losses = _DTYPES[code], dict(enumerate(values[:count]))
-            feed.scales = values[2 * count :] if any(values[2 * count :]) else None
-        if has_aux:
-            added = enumerate(values[count : 2 * count])
-            aux = {m: aux.get(m, 0.0) + value for m, value in added}
-    feed.losses, feed.aux_losses = _tensors(losses, dtype), _tensors(aux, dtype)
-    if relayed is not None and losses:
-        feed.losses = dict(enumerate(relayed.to(dtype).unbind()))
-
-
-def _values(losses: Mapping[int, torch.Tensor], count: int) -> list[float]:
-    """Losses as numbers with all their digits, 0 where there are none."""
-    if not losses:
-        return [0.0] * count
-    return _joined(losses, count, next(iter(losses.values())).device).tolist()
-
-
-def _joined(losses: Mapping[int, torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
-    """All losses together, so that the host waits for a GPU only once."""
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([losses[m].to(zero) if m in losses else zero for m in range(count)])
-
-
-def _tensors(values: dict[int, float], dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
-    together = torch.tensor(list(values.values()), dtype=dtype, device="cpu")
-    return dict(zip(values, together.unbind(), strict=True))
-
-
-class LossRelay:
-    """Sends losses from rank to rank as tensors, so that no host waits for the GPU.
-
-    Losses take the way of the gradients, and reach a rank at its last stage::
-
-        stage        0         1         2         3
-        rank         0         1         2         0
-        losses                 1 ◀────── 2 ◀────── 0
-    """
-
-    def __init__(self, transport: Transport, rank_of: Sequence[int], device: torch.device) -> None:
-        """``rank_of`` has the rank of each stage."""
-        self._transport = transport
-        self._device = device
-        last_stages = {rank: stage for stage, rank in enumerate(rank_of)}
-        del last_stages[rank_of[-1]]
-        sources = {rank: rank_of[stage + 1] for rank, stage in last_stages.items()}
-        self._source = sources.get(transport.rank)
-        self._targets = [rank for rank, source in sources.items() if source == transport.rank]
-        self._sent: list[Handle] = []
-
-    def share(self, losses: Mapping[int, torch.Tensor], count: int) -> torch.Tensor:
-        """The losses of ``count`` micro-batches, the same on every rank; all ranks take part.
-
-        A rank that should have losses and has none sends zeros.
-        """
-        here, values = self._transport.rank, _joined(losses, count, self._device)
-        data = values.view(torch.uint8)
-        if self._source is not None:
-            self._transport.receiver(Channel(self._source, here, True))(data).wait()
-        self._sent = [
-            self._transport.sender(Channel(here, target, True))(data) for target in self._targets
-        ]
-        return values
-
-    def settle(self) -> None:
-        """Wait for the sends, after all ranks have posted their receives."""
-        for handle in self._sent:
-            handle.wait()
-        self._sent = []
 
 
 # Fingerprints of the data of a batch.

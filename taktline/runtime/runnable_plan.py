@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -65,37 +64,20 @@ class Limits:
 class Runnable:
     """A valid plan, lowered for the stages that run it.
 
-    Args:
-        plan: the plan.
-        shards: whether stages of any rank are gathered before they compute.
-        reduces: whether stages of any rank average gradients over replicas.
-        limits: what a rank may hold at a time.
-
-    Actions for either are added, unless the plan has its own.
-
     >>> from taktline.plan import build
     >>> runnable = Runnable(build("1f1b", ranks=2, microbatches=2))
     >>> " ".join(map(str, runnable.forward_only[1]))
     '1RECV_F0 1RECV_F1 1F0 1F1'
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        shards: bool = False,
-        reduces: bool = False,
-        limits: Limits = Limits(),  # noqa: B008
-    ) -> None:
+    def __init__(self, plan: Plan, limits: Limits = Limits()) -> None:  # noqa: B008
         require_valid(plan)
         self.limits = limits
         self._ahead = limits.ahead(plan.ranks)
         self.plan = plan
         self.fingerprint = int(plan.digest()[:15], 16)
-        self._shards = shards
-        self._reduces = reduces
+        self._shards = self._reduces = False
         self._check_sends()
-        self._check_wrapped()
         if not self.sends_may_wait:
             warn(
                 f"plan {plan.name!r} can deadlock where a send waits until its receive is posted: "
@@ -115,23 +97,19 @@ class Runnable:
                 + "; increase the limit, or leave out the SEND and RECV of the plan"
             )
 
-    def _check_wrapped(self) -> None:
-        """Raise if a plan has some, but not all actions of its wrapped stages."""
-        needed = {Kind.UNSHARD: self._shards, Kind.REDUCE_GRAD: self._reduces}
-        for kind, needs in needed.items():
+    def wrap(self, *, shards: bool, reduces: bool) -> None:
+        """Before a first step: add the actions of wrapped stages, unless the plan has its own.
+
+        ``shards`` is whether stages of any rank are gathered before they compute, ``reduces``
+        whether some average gradients over replicas.
+        """
+        self._shards, self._reduces = shards, reduces
+        for kind, needs in {Kind.UNSHARD: shards, Kind.REDUCE_GRAD: reduces}.items():
             if needs and self.plan.has(*_OF_WRAPPED) and not self.plan.has(kind):
                 raise ScheduleError(
                     f"plan {self.plan.name!r} has no {kind.name}, which wrapped stages need; add "
                     "it, or leave out UNSHARD, RESHARD and REDUCE_GRAD, and all are added for you"
                 )
-
-    def with_wrapped(self, *, shards: bool, reduces: bool) -> Runnable:
-        """The same plan for wrapped stages."""
-        if (shards, reduces) == (self._shards, self._reduces):
-            return self
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first one has warned
-            return Runnable(self.plan, shards=shards, reduces=reduces, limits=self.limits)
 
     @cached_property
     def sends_may_wait(self) -> bool:

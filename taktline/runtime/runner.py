@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +13,6 @@ import torch
 from torch.autograd import profiler
 
 from taktline.batch_norm import update_all
-from taktline.checks import check
 from taktline.errors import BatchError, MismatchError, TaktlineError, text_of
 from taktline.plan import Plan
 from taktline.runtime import updates
@@ -21,7 +20,6 @@ from taktline.runtime.agreement import (
     SAME_STEP,
     Agreement,
     DataCheck,
-    LossRelay,
     Record,
     difference,
     inputs_of,
@@ -29,8 +27,9 @@ from taktline.runtime.agreement import (
 )
 from taktline.runtime.capture import Captures, Graphs
 from taktline.runtime.feed import (
+    Call,
     Feed,
-    LossWeights,
+    LossRelay,
     by_rows,
     listed,
     mean_of,
@@ -57,40 +56,6 @@ _REMEMBERED = 8
 """The most kinds of steps whose programs are kept."""
 _numbered: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
 """How many schedules have begun their first step on the same ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments of step() or eval()."""
-
-    batch: Batch
-    number: int  # of the training step
-    trains: bool
-    outputs: bool = True
-    losses: list[torch.Tensor] | None = None
-    aux_losses: list[torch.Tensor] | None = None
-    share_losses: bool = False
-    loss_keywords: dict[str, Any] | None = None
-    loss_weights: LossWeights | None = None
-    scale_grads: bool = True
-    grad_scale: float = 1.0
-    finalizes: bool = True  # whether gradients of sharded stages are reduced
-
-    def __str__(self) -> str:
-        if not self.trains:
-            return "eval()"
-        return "step()" if self.finalizes else "step(finalize_gradients=False)"
-
-    def check(self) -> None:
-        """Raise if the arguments are of the wrong type."""
-        for name, wanted in (("losses", self.losses), ("aux_losses", self.aux_losses)):
-            if wanted is not None and not isinstance(wanted, list):
-                raise BatchError(f"{name} must be a list to fill, not {type(wanted).__name__}")
-        check("share_losses", self.share_losses, bool, error=BatchError)
-        check("return_outputs", self.outputs, bool, error=BatchError)
-        check("finalize_gradients", self.finalizes, bool, error=BatchError)
-        if self.trains and not torch.is_grad_enabled():
-            raise MismatchError("step() trains, but under torch.no_grad() it cannot; call eval()")
 
 
 class Runner:
@@ -200,7 +165,7 @@ class Runner:
     def runnable(self) -> Runnable:
         """The plan, for training and for evaluation."""
         plan = self._make_plan(self.transport.size * len(self.ranks))
-        return Runnable(plan, limits=self._limits)
+        return Runnable(plan, self._limits)
 
     @cached_property
     def _watch(self) -> Watch:
@@ -214,7 +179,7 @@ class Runner:
         output = failure = error = None
         record, data = Record(), (None, None)
         with self._in_call() as feed:
-            feed.trains, feed.finalizes = call.trains, call.finalizes
+            feed.call = call
             try:
                 call.check()
                 record, data = self._cut(call, self._check())
@@ -292,7 +257,7 @@ class Runner:
             self._model = whole_model(self._stages)
         if not self._number or self._ties.uses:
             self._ties.check()
-        if not self._feed.finalizes and self._ties.uses and self.replicas.shards:
+        if not self._feed.call.finalizes and self._ties.uses and self.replicas.shards:
             raise MismatchError(
                 "finalize_gradients=False leaves gradients of sharded stages unreduced, but "
                 "tied weights need them; use accumulate()"
@@ -302,10 +267,6 @@ class Runner:
     def _cut(self, call: Call, flags: Sequence[str]) -> tuple[Record, tuple[Any, Any]]:
         """Cut the arguments; returns what the batch says of this call, and the compared data."""
         feed, batch = self._feed, call.batch
-        feed.loss_keywords = call.loss_keywords or {}
-        feed.number, feed.grad_scale = call.number, call.grad_scale
-        feed.shares = call.share_losses
-        feed.wants_losses = call.share_losses or call.losses is not None
         if call.outputs and self._has_last:
             feed.outputs = {}
         batch.cutter = self.cutter_for(batch)
@@ -347,9 +308,9 @@ class Runner:
             failed=int(error is not None),
             schedule=self._number,
             call=number,
-            step=self._feed.number,
+            step=call.number,
             plan=0 if error is not None else self.runnable.fingerprint,
-            shares=self._feed.shares,
+            shares=call.share_losses,
             traces=self.recorder is not None,
             compared=compared,
             arguments=arguments,
@@ -387,7 +348,7 @@ class Runner:
         # The same plan on every rank, though only some of them may hold wrapped stages.
         self._reduces = any(rank["reduces"] for rank in ranks)
         shards = any(rank["shards"] for rank in ranks)
-        self.runnable = self.runnable.with_wrapped(shards=shards, reduces=self._reduces)
+        self.runnable.wrap(shards=shards, reduces=self._reduces)
         if len({rank["in_company"] for rank in ranks}) > 1:
             # Those that share their work know of an error elsewhere, and pass it on to the others.
             replicas.partners.append(("rank", self.transport))
@@ -437,9 +398,9 @@ class Runner:
         # Buffers outlive the step, so they must not be made in inference mode.
         with (
             torch.inference_mode(False),
-            torch.set_grad_enabled(feed.trains),
+            torch.set_grad_enabled(feed.call.trains),
             torch.autograd.set_multithreading_enabled(False),
-            self.replicas.step(finalizes=feed.finalizes) if self._wrapped else nullcontext(),
+            self.replicas.step(finalizes=feed.call.finalizes) if self._wrapped else nullcontext(),
             nullcontext() if self._drawing is None else self._drawing.step(),
             self._observed(bound) as wrap,
         ):

@@ -11,10 +11,10 @@ import torch
 from taktline.checks import check, check_callable, check_list, known_keywords
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Plan
-from taktline.runtime.feed import LossWeights
+from taktline.runtime.feed import Call, LossWeights
 from taktline.runtime.microbatch import Batch, Cutter
 from taktline.runtime.runnable_plan import Limits
-from taktline.runtime.runner import Call, Runner
+from taktline.runtime.runner import Runner
 from taktline.runtime.trace import Trace, TraceRecorder
 from taktline.stage import PipelineStage
 
@@ -185,7 +185,7 @@ class Schedule:
         trains = self._loss_fn is not None
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         wanted = return_outputs, losses, aux_losses, share_losses
-        ways = loss_kwargs, loss_weights, self.scale_grads, grad_scale, finalize_gradients
+        ways = loss_kwargs or {}, loss_weights, self.scale_grads, grad_scale, finalize_gradients
         output = self._runner.run(Call(batch, self.steps, trains, *wanted, *ways))
         self.steps += trains
         return output
@@ -211,7 +211,7 @@ class Schedule:
         """
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         wanted = return_outputs, losses, aux_losses, share_losses
-        ways = loss_kwargs, loss_weights, self.scale_grads
+        ways = loss_kwargs or {}, loss_weights, self.scale_grads
         return self._runner.run(Call(batch, self.steps, False, *wanted, *ways))
 
     def accumulate(self) -> AbstractContextManager[None]:

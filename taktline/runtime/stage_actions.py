@@ -233,7 +233,7 @@ class Work:
         keywords, seed = self._feed.keywords[microbatch], self._binding.seed
         if seed is None:
             return self._stage.submod(*arguments, **keywords)
-        with seeded((seed, self._feed.number, self._index, microbatch), self._stage.device):
+        with seeded((seed, self._feed.call.number, self._index, microbatch), self._stage.device):
             return self._stage.submod(*arguments, **keywords)
 
     def _require_finite(
@@ -266,15 +266,15 @@ class Work:
             return _NO_LOSS
         target, seed = feed.targets[microbatch], self._binding.seed
         if seed is None:
-            loss = loss_fn(output, target, **feed.loss_keywords)
+            loss = loss_fn(output, target, **feed.call.loss_keywords)
         else:
-            with seeded((seed, feed.number, LOSS, microbatch), self._stage.device):
-                loss = loss_fn(output, target, **feed.loss_keywords)
+            with seeded((seed, feed.call.number, LOSS, microbatch), self._stage.device):
+                loss = loss_fn(output, target, **feed.call.loss_keywords)
         check_loss(loss, "loss_fn must return")
         scale = feed.scale if feed.scales is None else feed.scales[microbatch]
         if self._binding.check_finite and scale:
             _require_finite("the loss", loss, self._stage, (output, target))
-        if feed.wants_losses:
+        if feed.call.wants_losses:
             feed.losses[microbatch] = _value(loss)
         if not self._binding.trains:
             return _NO_LOSS
@@ -311,7 +311,7 @@ class Work:
             return None  # a micro-batch without weight is left out: its loss may be nan
         counts = self._feed.counts
         return root_gradient(
-            loss, scale * self._feed.grad_scale if counts is None else counts[place]
+            loss, scale * self._feed.call.grad_scale if counts is None else counts[place]
         )
 
     def _backward(self, microbatch: int, run: Callable[..., list[torch.Tensor | None]]) -> None:

@@ -26,7 +26,6 @@ from tests.runtime.parallel import (
     WRAPPERS,
     Case,
     Rank,
-    Wrap,
     assert_like_plain,
     batch_of,
     in_fsdp,
@@ -45,32 +44,6 @@ from tests.workers import Workers
 
 SPLIT = ("Schedule1F1B", "ScheduleZBVZeroBubble")
 """One schedule with whole backwards, and one that splits them."""
-
-
-# Steps that add up, an update after which all must be gathered anew, and evaluation in between.
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("schedule", "wrapper"),
-    [
-        pytest.param(schedule, wrapper, marks=() if taken else pytest.mark.matrix)
-        for number, schedule in enumerate(SCHEDULES)
-        for turn, wrapper in enumerate(WRAPPERS)
-        # All wrappers with two of the schedules, and in turns with the others.
-        for taken in [schedule in SPLIT or number % len(WRAPPERS) == turn]
-    ],
-)
-def test_gradients_equal_those_of_the_plain_model(
-    workers: Workers, schedule: str, wrapper: str
-) -> None:
-    case = Case(schedule, WRAPPERS[wrapper], ("eval", "step", "update", "eval", "step", "step"))
-    assert_like_plain(workers.run(run_case, case, ranks=4), case)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("schedule", SPLIT)
-def test_each_layer_a_root_of_its_own(workers: Workers, schedule: str) -> None:
-    case = Case(schedule, in_parts, ("step", "update", "step", "eval"), model="llama")
-    assert_like_plain(workers.run(run_case, case, ranks=4), case)
 
 
 # A file, or a plan that torch wrote, may have its messages already, and none of the rest.
@@ -107,14 +80,6 @@ def in_tensor_parallel(module: nn.Sequential, mesh: DeviceMesh) -> Any:
     return module
 
 
-@pytest.mark.processes
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_tensor_parallel_stages(workers: Workers, schedule: str) -> None:
-    case = Case(schedule, in_tensor_parallel, ("step", "update", "step"), data=())
-    assert_like_plain(workers.run(run_case, case, ranks=4), case)
-
-
 def compiled(module: nn.Sequential, mesh: DeviceMesh) -> Any:
     # Dynamo looks at the .grad of every tensor that it meets, and means to hide this warning.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
@@ -142,14 +107,39 @@ def checkpointed_around(module: nn.Sequential, mesh: DeviceMesh) -> Any:
     return in_fsdp(module, mesh)
 
 
-@pytest.mark.sampled(5)
+def cases() -> list[Any]:
+    """Every kind of wrapped stages, with all schedules or with those of SPLIT.
+
+    Steps add up; after an update all must be gathered anew; there are evaluations in between.
+    """
+    found: dict[str, tuple[Case, bool]] = {}
+    for number, schedule in enumerate(SCHEDULES):
+        for turn, (name, wrap) in enumerate(WRAPPERS.items()):
+            case = Case(schedule, wrap, ("eval", "step", "update", "eval", "step", "step"))
+            # All wrappers with two of the schedules, and in turns with the others.
+            taken = schedule in SPLIT or number % len(WRAPPERS) == turn
+            found[f"{name}-{schedule}"] = case, taken
+        case = Case(schedule, in_tensor_parallel, ("step", "update", "step"), data=())
+        found[f"tensor parallel-{schedule}"] = case, number % 3 == 0
+    for number, schedule in enumerate(SPLIT):
+        # Each layer is a root of its own.
+        case = Case(schedule, in_parts, ("step", "update", "step", "eval"), "llama")
+        found[f"in parts-{schedule}"] = case, True
+        ways = (compiled, compiled_in_halves, checkpointed, checkpointed_around)
+        for turn, wrap in enumerate(ways):
+            # To compile a GPT takes much longer, and shows the same.
+            model = "mlp" if wrap in (compiled, compiled_in_halves) else "gpt"
+            case = Case(schedule, wrap, ("step", "step"), model)
+            found[f"{wrap.__name__}-{schedule}"] = case, turn == number
+    return [
+        pytest.param(case, id=name, marks=() if taken else pytest.mark.matrix)
+        for name, (case, taken) in found.items()
+    ]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("wrap", [compiled, compiled_in_halves, checkpointed, checkpointed_around])
-@pytest.mark.parametrize("schedule", SPLIT)
-def test_compiled_and_checkpointed_blocks(workers: Workers, schedule: str, wrap: Wrap) -> None:
-    # To compile a GPT takes much longer, and shows the same.
-    model = "mlp" if wrap in (compiled, compiled_in_halves) else "gpt"
-    case = Case(schedule, wrap, ("step", "step"), model)
+@pytest.mark.parametrize("case", cases())
+def test_gradients_equal_those_of_the_plain_model(workers: Workers, case: Case) -> None:
     assert_like_plain(workers.run(run_case, case, ranks=4), case)
 
 

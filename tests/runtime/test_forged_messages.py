@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,13 +34,13 @@ def run(schedule: Any, size: int = 4) -> list[float]:
     return [float(loss) for loss in losses]
 
 
-def forge(rank: int, group: Any, name: str, forged: Any) -> tuple[str, int]:
-    """A step in which rank 0 sends something else, and then one in which it does not."""
+def forge(rank: int, group: Any, text: str) -> tuple[str, int]:
+    """A step in which rank 0 sends another description, and then one in which it does not."""
     schedule = make(rank, group)
     error = ""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(ports, name, forged)
+            patch.setattr(ports, "encode", lambda signature: text.encode())
         try:
             run(schedule)
         except tl.StageError as raised:
@@ -48,50 +48,17 @@ def forge(rank: int, group: Any, name: str, forged: Any) -> tuple[str, int]:
     return error, len(run(schedule, size=8))
 
 
-def described(text: str) -> Callable[..., bytes]:
-    return lambda signature: text.encode()
-
-
-def forge_text(rank: int, group: Any, text: str) -> tuple[str, int]:
-    return forge(rank, group, "encode", described(text))
-
-
 POPEN = '["collections:namedtuple", {"$": "type", "of": "subprocess:Popen"}, [null]]'
+UNKNOWN = "does not know the received container 'collections.namedtuple'"
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (f'[[{{"$": "tuple", "of": ["touch", "{{path}}"]}}], {POPEN}]', "neither a tensor nor"),
-        (f"[[{TENSOR}], {POPEN}]", "does not know the received container 'collections.namedtuple'"),
-        (f'[[{TENSOR}], ["subprocess:Popen", null, [null]]]', "'subprocess.Popen'"),
-        (
-            f'[[{TENSOR}], ["torch:_inductor", null, [null]]]',
-            "received container 'torch._inductor'",
-        ),
-        ("{}", "a description of values: the value is an object, not a list"),
-        ("[" * 50_000, "nested deeper"),
-        ("\0", "not JSON"),
-        ("[[1e999], null]", "[0][0] is inf, not a finite number"),
-        (f"[[{TENSOR}, {TENSOR}], null]", "is not as long as"),
-        ("[[], null]", "is not as long as"),
-        (TENSOR.join(("[[", "], null]")).replace("[2, 4]", "[2, -4]"), "no tensor is float32"),
-        (TENSOR.join(("[[", "], null]")).replace("float32", "Tensor"), "no tensor is Tensor"),
-        (TENSOR.join(("[[", "], null]")).replace("2,", f"{2**60},"), "no tensor is float32"),
-    ],
-    ids=lambda value: value[:40],
-)
-def test_a_forged_description(workers: Workers, text: str, reason: str, tmp_path: Path) -> None:
-    target = tmp_path / "run"
-    results = workers.run(forge_text, text.replace("{path}", str(target)))
-    errors = {error for error, _ in results}
-    assert len(errors) == 1
-    (error,) = errors
+def test_a_forged_description_ends_one_step(workers: Workers) -> None:
+    results = workers.run(forge, f"[[{TENSOR}], {POPEN}]")
+    (error,) = {error for error, _ in results}
     assert error.startswith("rank 1, stage 1, micro-batch 0 (1F0): SignatureError: ")
-    assert reason in error
+    assert UNKNOWN in error
     assert [losses for _, losses in results] == [0, 2], "the next step works"
-    assert not target.exists()
 
 
 def incoming(*messages: bytes) -> ports.FirstIncoming:
@@ -111,6 +78,36 @@ def incoming(*messages: bytes) -> ports.FirstIncoming:
     port = ports.FirstIncoming(post, stage, ports.Queue())
     port.post(0)
     return port
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f'[[{{"$": "tuple", "of": ["touch", "{{path}}"]}}], {POPEN}]', "neither a tensor nor"),
+        (f"[[{TENSOR}], {POPEN}]", UNKNOWN),
+        (f'[[{TENSOR}], ["subprocess:Popen", null, [null]]]', "'subprocess.Popen'"),
+        (
+            f'[[{TENSOR}], ["torch:_inductor", null, [null]]]',
+            "received container 'torch._inductor'",
+        ),
+        ("{}", "a description of values: the value is an object, not a list"),
+        ("[" * 50_000, "nested deeper"),
+        ("\0", "not JSON"),
+        ("[[1e999], null]", "[0][0] is inf, not a finite number"),
+        (f"[[{TENSOR}, {TENSOR}], null]", "is not as long as"),
+        ("[[], null]", "is not as long as"),
+        (TENSOR.join(("[[", "], null]")).replace("[2, 4]", "[2, -4]"), "no tensor is float32"),
+        (TENSOR.join(("[[", "], null]")).replace("float32", "Tensor"), "no tensor is Tensor"),
+        (TENSOR.join(("[[", "], null]")).replace("2,", f"{2**60},"), "no tensor is float32"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_forged_description(text: str, reason: str, tmp_path: Path) -> None:
+    target = tmp_path / "run"
+    sent = text.replace("{path}", str(target)).encode()
+    with pytest.raises(SignatureError, match=re.escape(reason)):
+        incoming(struct.pack("<3q", ports._DONE, len(sent), 1), sent, bytes(1)).take(0)
+    assert not target.exists()
 
 
 @pytest.mark.parametrize(

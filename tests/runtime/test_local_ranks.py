@@ -22,7 +22,6 @@ from taktline.errors import StageError, TransportError
 from taktline.plan import Kind, Plan, build
 from taktline.plan.schedules import names
 from taktline.runtime.runnable_plan import Runnable, merged
-from taktline.stage.names import declare
 from tests.runtime.scenarios import SCHEDULES
 
 X, Y = torch.linspace(-1, 1, 32).reshape(8, 4), torch.zeros(8, 4)
@@ -273,34 +272,6 @@ def test_ctrl_c_in_a_rank() -> None:
         pipe.step(X, target=Y)
     stages[1].seen = nothing
     assert pipe.step(X, target=Y) == expected
-
-
-class Scaled(nn.Module):
-    """Its input times a weight."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(value))
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input * self.weight
-
-
-def test_tied_weights_of_several_ranks() -> None:
-    first, last = Scaled(2.0), Scaled(5.0)
-    uses = {0: "weight", 2: "weight"}
-    stages = [first, nn.Linear(4, 4), last]
-    for index in uses:
-        declare(stages[index], [tl.Tie(uses)])
-    pipe = tl.Pipeline(
-        dict(enumerate(stages)), microbatches=4, loss_fn=nn.functional.mse_loss, ranks=3
-    )
-    pipe.step(X, target=Y)
-    assert last.weight == first.weight == 2.0
-    weight = torch.tensor(2.0, requires_grad=True)
-    nn.functional.mse_loss(stages[1](X * weight) * weight, Y).backward()
-    for copy in (first, last):
-        torch.testing.assert_close(copy.weight.grad, weight.grad)
 
 
 def test_a_trace_has_every_rank() -> None:

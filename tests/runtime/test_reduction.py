@@ -291,7 +291,8 @@ def test_ranks_agree_on_a_plan_where_only_some_hold_wrapped_stages(workers: Work
 )
 def test_forwards_alone_are_gathered_and_never_reduced(shards: bool, text: str) -> None:
     plan = tl.build("looped_bfs", ranks=2, microbatches=2)
-    runnable = Runnable(plan, shards=shards, reduces=True)
+    runnable = Runnable(plan)
+    runnable.wrap(shards=shards, reduces=True)
     found = texts(runnable.forward_only)[0]
     assert sorted(found) == sorted(text.split())
     assert [a for a in found if "SEND" not in a and "RECV" not in a] == [
@@ -303,9 +304,8 @@ def test_a_plan_is_spelled_out_only_where_it_says_nothing() -> None:
     plan = tl.build("1f1b", ranks=1, microbatches=1)
 
     def spelled(*actions: str, shards: bool = True, reduces: bool = True) -> str:
-        runnable = Runnable(Plan.from_actions([actions])).with_wrapped(
-            shards=shards, reduces=reduces
-        )
+        runnable = Runnable(Plan.from_actions([actions]))
+        runnable.wrap(shards=shards, reduces=reduces)
         return " ".join(texts(runnable.lowered)[0])
 
     assert texts(plan) == [["0F0", "0B0"]]

@@ -1,4 +1,4 @@
-"""A stage's backward, whole and split: the gradients of a plain backward, bit for bit."""
+"""A stage: its parameters by name, and its backward, whole and split, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from taktline.errors import ArgumentError
 from taktline.meta import as_arguments
 from taktline.stage import PipelineStage
+from taktline.stage.names import unwrapped
+from taktline.stage.stage import parameters_of
 
 CPU = torch.device("cpu")
 Gradients = list[Tensor | None]
@@ -262,3 +265,44 @@ def test_a_cleared_stage_has_forgotten_every_microbatch() -> None:
     stage.keep(1, *example.forward(stage.submod, 1))
     assert_same(stage.backward(1, example.gradients[1]), inputs[1])
     assert_same(weights(stage), parameters)
+
+
+def shared() -> nn.Module:
+    """A weight in two layers, a layer in two places, and a place without a bias."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    second.weight = first.weight
+    model = nn.Sequential(first, nn.Sequential(second), first, nn.LayerNorm(2))
+    model.register_module("missing", None)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        shared,
+        lambda: nn.TransformerEncoderLayer(4, 2, 8),
+        lambda: nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.BatchNorm1d(2)),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)),
+        lambda: torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.PReLU())),
+        nn.Identity,
+    ],
+    ids=["shared", "transformer", "checkpointed", "parametrized", "scripted", "none"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_parameters_are_those_of_the_module_in_its_order(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    found = parameters_of(module)
+    expected = list(module.parameters())
+    assert len(found) == len(expected)
+    assert all(
+        one is other or torch.equal(one, other) for one, other in zip(found, expected, strict=True)
+    )
+    assert all(p.requires_grad for p in found)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wrappers_are_taken_off() -> None:
+    inside = nn.Sequential()  # without layers it counts as false
+    compiled = torch.compile(checkpoint_wrapper(inside))
+    assert unwrapped(compiled) is inside  # pyright: ignore[reportArgumentType]
+    assert unwrapped(inside) is inside

@@ -132,7 +132,9 @@ def _kinds() -> dict[str, Values]:
     }
     for name, scenario in FEATURES.items():
         # Running statistics depend on the order of the forwards, and a failed step changes them.
-        if name not in ("buffers", "no gradient in any"):
+        # Weights and rows are drawn here.
+        left_out = name in ("buffers", "no gradient in any", "few rows")
+        if not left_out and "loss_weights" not in scenario.options:
             batch = _some_batch if name == "no gradient in some" else scenario.batch
             exact = name not in INEXACT and scenario.options == {}
             dynamic = True if name in DYNAMIC else None

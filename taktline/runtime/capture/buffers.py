@@ -19,6 +19,7 @@ from taktline.errors import ScheduleError
 from taktline.private import for_all
 from taktline.runtime.capture.state import count_users
 from taktline.runtime.feed import Feed
+from taktline.runtime.microbatch import Batch
 from taktline.stage.split_backward import add_to_grads
 
 _copy_all = for_all("torch._foreach_copy_", torch.Tensor.copy_)
@@ -35,10 +36,11 @@ class Inputs:
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
         targets = None if feed.targets is None else list(feed.targets)
-        self.tree = list(feed.arguments), list(feed.keywords), targets, dict(feed.loss_keywords)
+        loss_keywords = dict(feed.call.loss_keywords)
+        self.tree = list(feed.arguments), list(feed.keywords), targets, loss_keywords
         self.leaves: list[Any] = [*chain(*feed.arguments), *(targets or [None])]
         self._structure: Hashable = (*map(len, feed.arguments), targets is None)
-        usual = not any(feed.keywords) and not feed.loss_keywords
+        usual = not any(feed.keywords) and not loss_keywords
         if not usual or not {torch.Tensor, type(None)}.issuperset(map(type, self.leaves)):
             # Only now: a pytree would take longer than all else before a replay.
             self.leaves, spec = pytree.tree_flatten(self.tree)
@@ -48,7 +50,7 @@ class Inputs:
             for each in (feed.scales, feed.row_scales)
             for microbatch in range(feed.microbatches)
         ]
-        self.counts = [scale * feed.grad_scale for scale in scales]
+        self.counts = [scale * feed.call.grad_scale for scale in scales]
         """The weight of each micro-batch's loss, and then of the losses that stages add."""
 
     def refusal(self, device: torch.device) -> str | None:
@@ -72,8 +74,8 @@ class Inputs:
             (leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
             for leaf in self.leaves
         )
-        counted = tuple(bool(count) for count in self.counts)
-        return self._structure, kinds, counted, self.feed.outputs is None, self.feed.wants_losses
+        counted, feed = tuple(bool(count) for count in self.counts), self.feed
+        return self._structure, kinds, counted, feed.outputs is None, feed.call.wants_losses
 
 
 class Static:
@@ -86,12 +88,19 @@ class Static:
             for leaf in inputs.leaves
         ]
         spec = pytree.tree_structure(inputs.tree)
-        names = "arguments", "keywords", "targets", "loss_keywords"
-        batch = dict(zip(names, pytree.tree_unflatten(self._leaves, spec), strict=True))
+        arguments, keywords, targets, given = pytree.tree_unflatten(self._leaves, spec)
+        call = replace(inputs.feed.call, batch=Batch(), loss_keywords=given)
         shape = 2, len(inputs.counts) // 2
         self._counts = torch.empty(shape, dtype=torch.float64, device=device)
         self._counted: list[float] = []
-        self.feed = replace(inputs.feed, **batch, counts=self._counts)
+        self.feed = replace(
+            inputs.feed,
+            call=call,
+            arguments=arguments,
+            keywords=keywords,
+            targets=targets,
+            counts=self._counts,
+        )
 
     def fill(self, inputs: Inputs) -> None:
         """Copy a batch into the buffers."""
