@@ -53,7 +53,7 @@ def test_every_room_has_a_budget() -> None:
     assert rooms == BUDGETS.keys() - {""}
 
 
-WALKS = {"cut": 14, "batch": 19, "save": 16, "error": 15}
+WALKS = {"cut": 14, "batch": 18, "save": 13, "error": 14}
 
 
 def test_walks_are_no_longer_than_before() -> None:
