@@ -1,17 +1,30 @@
-"""Ports: how many messages a sender keeps."""
+"""Ports: how many messages a sender keeps, and that what a peer sends is checked.
+
+Nothing that a message names is found or run, and no rank hangs.
+"""
 
 from __future__ import annotations
 
+import re
+import struct
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import taktline as tl
+from taktline.errors import SignatureError, TransportError
 from taktline.meta import TensorMeta
+from taktline.runtime import ports
 from taktline.runtime.ports import FirstOutgoing, Outgoing, Sends
-from taktline.transport import Channel
+from taktline.transport import Channel, codec
 from taktline.transport.wire import Layout
+from tests.workers import Workers
 
 PLACE = (Channel(0, 1, False), 0)
 
@@ -81,3 +94,154 @@ def test_a_limit_for_the_messages_of_all_ports(limit: int) -> None:
         sends.settle_all()
         assert all(message.waits == 1 for message in posted)
         posted.clear()
+
+
+# Messages that a peer has forged.
+
+CPU = torch.device("cpu")
+TENSOR = '{"dtype": "float32", "shape": [2, 4], "grad": true, "sharding": null}'
+
+
+def make(rank: int, group: Any) -> Any:
+    torch.manual_seed(rank)
+    stage = tl.PipelineStage(nn.Linear(4, 4), rank, 2, CPU, group=group)
+    return tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)
+
+
+def run(schedule: Any, size: int = 4) -> list[float]:
+    losses: list[torch.Tensor] = []
+    schedule.step(torch.ones(size, 4), target=torch.zeros(size, 4), losses=losses)
+    return [float(loss) for loss in losses]
+
+
+def forge(rank: int, group: Any, text: str) -> tuple[str, int]:
+    """A step in which rank 0 sends another description, and then one in which it does not."""
+    schedule = make(rank, group)
+    error = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(ports, "encode", lambda signature: text.encode())
+        try:
+            run(schedule)
+        except tl.StageError as raised:
+            error = str(raised)
+    return error, len(run(schedule, size=8))
+
+
+POPEN = '["collections:namedtuple", {"$": "type", "of": "subprocess:Popen"}, [null]]'
+UNKNOWN = "does not know the received container 'collections.namedtuple'"
+
+
+@pytest.mark.processes
+def test_a_forged_description_ends_one_step(workers: Workers) -> None:
+    results = workers.run(forge, f"[[{TENSOR}], {POPEN}]")
+    (error,) = {error for error, _ in results}
+    assert error.startswith("rank 1, stage 1, micro-batch 0 (1F0): SignatureError: ")
+    assert UNKNOWN in error
+    assert [losses for _, losses in results] == [0, 2], "the next step works"
+
+
+def incoming(*messages: bytes) -> ports.FirstIncoming:
+    """What receives these messages."""
+    left = list(messages)
+
+    class Done:
+        done = True
+
+        def wait(self) -> None: ...
+
+    def post(buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Done:
+        buffer.copy_(torch.frombuffer(bytearray(left.pop(0)), dtype=torch.uint8))
+        return Done()
+
+    stage = tl.PipelineStage(nn.Identity(), 1, 2, CPU)
+    port = ports.FirstIncoming(post, stage, ports.Queue())
+    port.post(0)
+    return port
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f'[[{{"$": "tuple", "of": ["touch", "{{path}}"]}}], {POPEN}]', "neither a tensor nor"),
+        (f"[[{TENSOR}], {POPEN}]", UNKNOWN),
+        (f'[[{TENSOR}], ["subprocess:Popen", null, [null]]]', "'subprocess.Popen'"),
+        (
+            f'[[{TENSOR}], ["torch:_inductor", null, [null]]]',
+            "received container 'torch._inductor'",
+        ),
+        ("{}", "a description of values: the value is an object, not a list"),
+        ("[" * 50_000, "nested deeper"),
+        ("\0", "not JSON"),
+        ("[[1e999], null]", "[0][0] is inf, not a finite number"),
+        (f"[[{TENSOR}, {TENSOR}], null]", "is not as long as"),
+        ("[[], null]", "is not as long as"),
+        (TENSOR.join(("[[", "], null]")).replace("[2, 4]", "[2, -4]"), "no tensor is float32"),
+        (TENSOR.join(("[[", "], null]")).replace("float32", "Tensor"), "no tensor is Tensor"),
+        (TENSOR.join(("[[", "], null]")).replace("2,", f"{2**60},"), "no tensor is float32"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_forged_description(text: str, reason: str, tmp_path: Path) -> None:
+    target = tmp_path / "run"
+    sent = text.replace("{path}", str(target)).encode()
+    with pytest.raises(SignatureError, match=re.escape(reason)):
+        incoming(struct.pack("<3q", ports._DONE, len(sent), 1), sent, bytes(1)).take(0)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [[0, 0, 0], [1, 4, 0]] + [[ports._DONE, *sizes] for sizes in ([-1, 0], [2**62, 0], [4, 2**55])],
+    ids=str,
+)
+def test_an_invalid_head_of_a_message(numbers: list[int]) -> None:
+    with pytest.raises(TransportError, match="what has arrived is not a message, or is larger"):
+        incoming(struct.pack("<3q", *numbers)).take(0)
+
+
+def test_a_message_is_fetched_whole_before_it_is_read() -> None:
+    port = incoming(struct.pack("<3q", ports._DONE, 3, 48), b"{}}", bytes(48))
+    with pytest.raises(SignatureError):
+        port.take(0)
+    assert not port._queue.expected
+
+
+class Secret(NamedTuple):
+    value: Any
+
+
+class Sender(nn.Linear):
+    def forward(self, input: torch.Tensor) -> Any:
+        return Secret(super().forward(input))
+
+
+class Taker(nn.Linear):
+    def forward(self, input: Any) -> torch.Tensor:
+        return super().forward(input.value)
+
+
+def send_unknown(rank: int, group: dist.ProcessGroup, registers: bool) -> Any:
+    codec._registered.pop(f"{__name__}:Secret", None)
+    if registers:
+        tl.register_container(Secret)
+    module = Taker(4, 4) if rank else Sender(4, 4)
+    stage = tl.PipelineStage(module, rank, 2, CPU, group=group)
+    try:
+        return len(run(tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)))
+    except tl.StageError as error:
+        return str(error)
+
+
+@pytest.mark.processes
+def test_a_named_tuple_crosses_once_it_is_registered(workers: Workers) -> None:
+    assert workers.run(send_unknown, True) == [0, 2]
+    assert (
+        workers.run(send_unknown, False)
+        == [
+            "rank 1, stage 1, micro-batch 0 (1F0): SignatureError: this rank does not know the "
+            f"received container '{__name__}.Secret'; on every rank, call "
+            "taktline.register_container with its class, or import the module that registers it"
+        ]
+        * 2
+    )
