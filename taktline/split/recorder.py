@@ -388,7 +388,7 @@ class Recorder(TorchFunctionMode):
         own = {self.known(tensor) for tensor in tensors}
         own.update(v for s in record.steps if s.target == name for v in (*s.reads, *s.places))
         uses = partial(self._require_own, name, own)
-        output, is_made_up, writes, cost = self.fakes.run_unit(call, given, uses)
+        output, is_made_up, writes, cost = self.fakes.run_unit(module, call, given, uses)
         torch.rand(())  # as if it had drawn: a state that is set back is seen
         cut, sizes = Cut(name, step.call), [tensor.shape for tensor in all_tensors(output)]
         if is_made_up and self.empty.sizes.setdefault(cut, sizes) != sizes:

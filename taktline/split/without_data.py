@@ -357,22 +357,72 @@ class Fakes:
         return self.as_fake(part) if isinstance(part, torch.Tensor) else part
 
     def run_unit(
-        self, call: Callable[..., Any], given: Call, uses: Callable[[torch.Tensor], None]
+        self,
+        unit: nn.Module,
+        call: Callable[..., Any],
+        given: Call,
+        uses: Callable[[torch.Tensor], None],
     ) -> tuple[Any, bool, set[int], int]:
         """Call a unit without data; ``uses`` sees each tensor that it computes with.
 
         Also returns whether some of it needs data, which is made up then, the memory that it
-        changes, and what it costs.
+        changes, and what it costs. If it fails so, such as one that sorts tokens and counts them,
+        it runs with made-up data as a whole.
         """
         for tensor in all_tensors(given):
             self.as_fake(tensor)  # outside of the counter
-        with self.mode, OperationCounter() as counter, _Watch(self, RuntimeError, uses) as watch:
-            if self.types is not None and self.types.is_sharded:
+        watch = _Watch(self, RuntimeError, uses)
+        if self.types is not None and self.types.is_sharded:
+            with self.mode:
                 given = pytree.tree_map_only(torch.Tensor, self._as_in_fsdp, given)
-            args, kwargs = given
-            output = call(*args, **kwargs)
+        args, kwargs = given
+        try:
+            with self.mode, OperationCounter() as counter, watch:
+                output = call(*args, **kwargs)
+        except PartitionError:
+            raise
+        except Exception:  # with data, its own error counts
+            with OperationCounter() as counter:
+                output = self._run_with_data(unit, call, given, watch)
         self._written |= watch.writes
         return output, watch.has_made_up, watch.writes, counter.cost
+
+    def _run_with_data(
+        self, unit: nn.Module, call: Callable[..., Any], given: Call, watch: _Watch
+    ) -> Any:
+        """Call a unit with small random numbers where there is no data."""
+        watch.has_made_up, random = True, torch.Generator().manual_seed(self.made_up)
+        reals, fakes = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+
+        def real(tensor: torch.Tensor | Absent) -> Any:
+            if isinstance(tensor, Absent):
+                return tensor
+            if id(tensor) not in reals:
+                has_data = self.have_data([tensor])
+                made = reals[id(tensor)] = tensor if has_data else _random(tensor, random)
+                fakes[id(made)] = tensor
+            return reals[id(tensor)]
+
+        def fake(tensor: torch.Tensor | Absent) -> Any:
+            if isinstance(tensor, Absent) or id(tensor) in fakes:
+                return tensor if isinstance(tensor, Absent) else fakes[id(tensor)]
+            made = self.mode.from_tensor(tensor.detach())
+            return made.requires_grad_().clone() if tensor.requires_grad else made
+
+        def change(to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            for table, tensors in (each for part in unit.modules() for each in _tables_of(part)):
+                table.update((key, to(tensor)) for key, tensor in tensors.items())
+
+        args, kwargs = filled(mapped(given, real), {})
+        try:
+            change(real)
+            output = call(*args, **kwargs)
+        finally:
+            change(fake)
+        for tensor in all_tensors(given):
+            if (made := reals[id(tensor)]) is not tensor and made._version:
+                watch.writes.add(self.memory(tensor))
+        return filled(mapped(output, fake), {})
 
     def _as_in_fsdp(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.types is not None
@@ -435,6 +485,15 @@ class _Watch(_DispatchMode):
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         shape, number = tuple(tensor.shape), self._fakes.made_up
         return torch.full(shape, number, dtype=tensor.dtype, device=tensor.device)
+
+
+def _random(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """A tensor with small random numbers in the place of one without data."""
+    shape, made = tuple(tensor.shape), torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+    if tensor.is_floating_point() or tensor.is_complex():
+        made = (torch.randn(shape, generator=random) * 0.02).to(tensor.dtype)
+    made = made.to(tensor.device)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _tensors_of(given: Any) -> Iterator[torch.Tensor]:
