@@ -263,6 +263,10 @@ def arguments_of(example: Any) -> Call:
                 "example must be a tuple of arguments, a dict of keyword arguments, or (args, "
                 f"kwargs), not {type(example).__name__}"
             )
+    if unnamed := [key for key in kwargs if not isinstance(key, str)]:
+        raise PartitionError(
+            f"example has the keyword {unnamed[0]!r}, which is not a name; pass names of arguments"
+        )
     return args, kwargs
 
 

@@ -127,6 +127,8 @@ def test_an_example_of_rows_of_different_lengths() -> None:
 def test_an_invalid_example() -> None:
     with pytest.raises(PartitionError, match="example must be a tuple of arguments, a dict"):
         tl.split.by_names(Model(), ONE, example=[X])
+    with pytest.raises(PartitionError, match="example has the keyword 3, which is not a name"):
+        tl.split.by_names(Model(), ONE, example={3: X})
 
 
 def test_a_forward_that_fails_is_reported() -> None:
