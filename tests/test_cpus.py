@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpus import SAMPLE, run
+from tests.cpus import ROOT, SAMPLE, run
 from tests.settled import settle
 from tests.workers import Workers
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_sample_is_there(name: str) -> None:
+    path, _, test = name.partition("::")
+    assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text("utf-8")
 
 
 @pytest.mark.processes

@@ -36,6 +36,16 @@ def test_only_its_own_parameters_stay_with_a_piece() -> None:
     assert own() is piece.get_parameter("model.layers.3.mlp.up_proj.weight")
 
 
+def test_types_change_with_the_pieces() -> None:
+    language = LANGUAGES["llama"]
+    words, mask, _ = texts(SIZE)
+    expected = language.make().to(torch.bfloat16)(words, attention_mask=mask).logits
+    pieces = tl.split.by_names(language.make(), language.cuts(4))
+    for piece in pieces:
+        piece.to(torch.bfloat16)
+    assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
+
+
 def test_a_type_that_changes_behind_the_back_of_the_pieces() -> None:
     language = LANGUAGES["llama"]
     model = language.make()
@@ -46,6 +56,15 @@ def test_a_type_that_changes_behind_the_back_of_the_pieces() -> None:
     message = r"has changed since it was cut, from torch\.float32, but not .* 'model\.rotary_emb"
     with pytest.raises(PartitionError, match=message):
         pieces(words, attention_mask=mask)
+
+
+def test_under_autocast() -> None:
+    language = LANGUAGES["llama"]
+    words, mask, _ = texts(SIZE)
+    pieces = tl.split.by_names(language.make(), language.cuts(4))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = language.make()(words, attention_mask=mask).logits
+        assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
 
 
 def test_checkpoints_of_transformers() -> None:
