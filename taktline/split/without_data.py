@@ -404,8 +404,10 @@ class Fakes:
             return reals[id(tensor)]
 
         def fake(tensor: torch.Tensor | Absent) -> Any:
-            if isinstance(tensor, Absent) or id(tensor) in fakes:
-                return tensor if isinstance(tensor, Absent) else fakes[id(tensor)]
+            if isinstance(tensor, Absent):
+                return tensor
+            if id(tensor) in fakes:
+                return fakes[id(tensor)]
             made = self.mode.from_tensor(tensor.detach())
             return made.requires_grad_().clone() if tensor.requires_grad else made
 
@@ -489,7 +491,8 @@ class _Watch(_DispatchMode):
 
 def _random(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     """A tensor with small random numbers in the place of one without data."""
-    shape, made = tuple(tensor.shape), torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+    shape = tuple(tensor.shape)
+    made = torch.zeros(shape, dtype=tensor.dtype)
     if tensor.is_floating_point() or tensor.is_complex():
         made = (torch.randn(shape, generator=random) * 0.02).to(tensor.dtype)
     made = made.to(tensor.device)
