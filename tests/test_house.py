@@ -35,7 +35,7 @@ def test_a_circle_is_found() -> None:
 
 BUDGETS = {
     **{"plan": 3_503, "stage": 1_776, "transport": 3_708, "runtime": 5_786, "train": 3_288},
-    **{"checkpoint": 1_951, "render": 894, "cli": 1_538, "compat": 2_368, "split": 4_017},
+    **{"checkpoint": 1_951, "render": 894, "cli": 1_538, "compat": 2_253, "split": 4_017},
     "": 1_809,
 }
 """The most lines of each room, and of the files beside them; they may only become fewer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,10 @@ def test_functions_for_actions(workers: Workers) -> None:
     assert "(2F2;1B0)OVERLAP_F_B" in second
 
 
+# Since torch 2.12.
+TAKES_TARGET = "target" in signature(PipelineScheduleSingle._initialize_stage).parameters
+
+
 class ByHand(PipelineScheduleSingle):
     """A step that somebody has written, for two ranks: GPipe with the calls torch's has."""
 
@@ -206,7 +211,8 @@ class ByHand(PipelineScheduleSingle):
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         assert arg_mbs is not None
         assert kwarg_mbs is not None
-        self._initialize_stage(arg_mbs[0], kwarg_mbs[0])
+        target = [target_mbs[0] if target_mbs else None] * TAKES_TARGET
+        self._initialize_stage(arg_mbs[0], kwarg_mbs[0], *target)
         sends = []
         for m in range(self._n_microbatches):
             _wait_batch_p2p(compat._batch_p2p(self._stage.get_fwd_recv_ops(m), desc="fwd_recv"))

@@ -1,9 +1,14 @@
-"""A model cut at split points. All other names are from torch's module of this name."""
+"""A model cut at split points. All other names are from torch's module of this name.
+
+Its stages take and return plain tensors, as torch's schedules send them. A stage of Taktline also
+passes on the arguments of the model in their containers, so that each call may be of another kind.
+Here all calls are like the example, which tells what the tensors are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
+from inspect import BoundArguments, signature
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,16 +18,18 @@ import torch
 from torch import fx, nn
 from torch.distributed import ProcessGroup
 
-from taktline import split
+from taktline import pytree, split
 from taktline.checks import check
 from taktline.compat.torch_pipelining import of_torch
-from taktline.compat.torch_pipelining._errors import as_in_torch
-from taktline.compat.torch_pipelining._flat_stages import FlatStage
+from taktline.compat.torch_pipelining._steps import as_in_torch
 from taktline.compat.torch_pipelining.stage import build_stage
-from taktline.errors import PartitionError
-from taktline.pytree import tree_leaves
+from taktline.errors import PartitionError, SignatureError
+from taktline.meta import Signature
 from taktline.split import SplitPoint, pipe_split
+from taktline.split.arguments import Absent, Call, Value, filled, key_of, parts_in, without_cache
 from taktline.split.pipe import joined
+from taktline.split.recorded_stage import RecordedStage, StageProgram
+from taktline.text import counted
 
 
 def _unchanged(*_: Any) -> Callable[[Any], Any]:
@@ -40,7 +47,6 @@ with (
 _torchs.pipe_split, _torchs.SplitPoint = pipe_split, SplitPoint
 
 if TYPE_CHECKING:
-    from torch.export import ExportedProgram
 
     def __getattr__(name: str) -> Any: ...
 
@@ -59,23 +65,9 @@ class Pipe(split.Pipe):
 
     def forward(self, *args, **kwargs):
         """The tensors that the model returns."""
-        return tuple(tree_leaves(super().forward(*args, **kwargs)))
+        return tuple(pytree.tree_leaves(super().forward(*args, **kwargs)))
 
     _number_and_count_forward_stages = staticmethod(_torchs.Pipe._number_and_count_forward_stages)
-
-    _trace_with_export = staticmethod(_torchs.Pipe._trace_with_export)
-
-    @staticmethod
-    def _from_traced(
-        mod: nn.Module,
-        exported_program: ExportedProgram,
-        multi_use_param_spec: Any = None,
-        output_loss_value_spec=None,
-        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-    ) -> Pipe:
-        """A model cut with the example that it was exported with; its forward is recorded."""
-        args, kwargs = exported_program.example_inputs or ((), {})
-        return pipeline(mod, args, kwargs, split_policy=split_policy)
 
     @staticmethod
     def from_tracing(
@@ -126,3 +118,105 @@ def pipeline(
     stages = [FlatStage(stage, example) for stage in pipe.split_gm.children()]
     counts = [stage.returned() for stage in stages]
     return Pipe(joined(stages, (mb_args, mb_kwargs or {}), counts), len(stages), False, None)
+
+
+class FlatStage(RecordedStage):
+    """A stage whose neighbours are sent tensors alone.
+
+    tuple[Any, ...]:
+        stage: has the modules and tensors.
+        example: the arguments of the model with which it was recorded.
+    """
+
+    def __init__(self, stage: Any, example: BoundArguments) -> None:
+        super().__init__(stage._cut, stage._stage)
+        vars(self).update(vars(stage))
+        self._example = example
+
+    def returned(self) -> int:
+        """How many tensors the stage returns; the last one returns the output of the model."""
+        known, stage = self._cut.first, self._stage
+        if known is None or stage + 1 == len(known):
+            return 1
+        return len(known[stage].plan.sent) + len(known[stage + 1].plan.arguments)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this stage."""
+        received: tuple[Any, ...] = ()
+        if self._stage == 0:
+            given = self._example.signature.bind(*args, **kwargs)
+            _require_like(given, self._example)
+            program, call = self._program(given.args), self._call(given)
+        else:
+            program = self._program(args)
+            received, call = _unpacked(program, args, self._stage)
+        tensors: list[Any] = []
+        key_of(call, tensors)
+        if not program.holds(self, tensors, received):
+            raise SignatureError(
+                "the forward reads other numbers from its arguments than from the example, and "
+                "takes another way; pass an example that is like all micro-batches, or use "
+                "taktline.pipeline() and the schedules of Taktline"
+            )
+        if self._stage + 1 == self._cut.stages:
+            return self._run(received, call)
+        sent, *call = self._run(received, call)
+        tensors = []
+        key_of((*call,), tensors)
+        own = dict(zip(parts_in(program.record.given, Value), tensors, strict=True))
+        flat = (*sent, *(tensor for tensor in own.values() if type(tensor) is not Absent))
+        return flat[0] if len(flat) == 1 else flat
+
+    def _run(self, received: tuple[Any, ...], call: Call) -> Any:
+        """Run this stage as one of Taktline."""
+        args, kwargs = call if self._stage == 0 else ((received, *call), {})
+        return super().forward(*args, **kwargs)
+
+    def _call(self, given: BoundArguments) -> Call:
+        return given.args, without_cache(self._cut.arguments[len(given.args) :], given.kwargs)
+
+    def _program(self, args: tuple[Any, ...]) -> StageProgram:
+        """What the stage runs for the example, in the present modes and on the present device."""
+        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        call = self._call(self._example)
+        if tensors and not (tensors[0].is_cpu or tensors[0].is_meta):
+            device = tensors[0].device
+            call = pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), call)
+        return self.program(call, ())[0]
+
+
+def _unpacked(
+    program: StageProgram, tensors: tuple[Any, ...], stage: int
+) -> tuple[tuple[Any, ...], Call]:
+    """The values from the stage before, and the arguments of the model."""
+    record, plan = program.record, program.plan
+    given = dict.fromkeys(parts_in(record.given, Value))
+    needed = [*plan.received, *(value for value in given if value in plan.arguments)]
+    if len(needed) != len(tensors):
+        raise SignatureError(
+            f"stage {stage} takes {counted(len(needed), 'tensor')} of stage {stage - 1}, and got "
+            f"{len(tensors)}; pass what that stage of the same model returns"
+        )
+    values = {value: value.absent for value in given}
+    values |= dict(zip(needed, tensors, strict=True))
+    return tuple(tensors[: len(plan.received)]), filled(record.given, values)
+
+
+def _require_like(given: BoundArguments, example: BoundArguments) -> None:
+    """Raise if arguments are of another kind than those of the example."""
+    for name in {**example.arguments, **given.arguments}:
+        found, known = (
+            _signature(each.arguments.get(name, "missing")) for each in (given, example)
+        )
+        if text := known.difference(found.leaves, found.spec, name=name):
+            raise known.misfit(
+                found.leaves,
+                f"{text} as in the example that the pipeline was made with: make every micro-batch "
+                "like the example, call pipeline() with an example of what you need, or use "
+                "taktline.pipeline() and the schedules of Taktline",
+            )
+
+
+def _signature(value: Any) -> Signature:
+    leaves, tree = pytree.tree_flatten(value)
+    return Signature.of([x.detach() if isinstance(x, torch.Tensor) else x for x in leaves], tree)

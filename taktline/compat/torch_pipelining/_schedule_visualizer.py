@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taktline.compat.torch_pipelining import of_torch, schedules
@@ -40,9 +39,7 @@ def visualize_schedule(schedule: Sequence[Sequence[Any]], filename: str | None =
     timeline = simulate(Plan.from_actions(rows), costs)
     if filename is None:
         print(timeline.to_text())
-    elif filename.endswith(".svg"):
-        Path(filename).write_text(timeline.to_svg())
-    elif filename.endswith(".html"):
-        Path(filename).write_text(timeline.to_html())
+    elif filename.endswith((".svg", ".html")):
+        timeline.save(filename)
     else:
         _torchs.visualize_schedule([*map(list, schedule)], filename)

@@ -36,8 +36,6 @@ class _PipelineSchedule(torchs._PipelineSchedule):
     """How all ranks have agreed to run it; None before the first step."""
     _on_ours: bool | None = None
     """Whether the latest step ran on Taktline's own stages."""
-    _compared_with: tuple[Any, ...] = ()
-    """The first target of a user's own step, and its loss_kwargs."""
     _sizes: list[Any] | None = None
     """Sizes of the first micro-batch of the latest step that went call by call."""
     _limits = Limits()
@@ -135,16 +133,14 @@ class _PipelineSchedule(torchs._PipelineSchedule):
         return not self._finalize_gradients and self._is_sharded(stage)
 
     @contextmanager
-    def _initializing(self, args: Sequence[Any], kwargs: Any) -> Iterator[Sequence[Any]]:
-        """Let stages find their metadata; yields the arguments to call them with."""
+    def _initializing(self) -> Iterator[None]:
+        """Let stages find their metadata."""
         if not HAS_META and self._prepared_for not in (None, self._has_backward):
             # Before 2.12, metadata of eval() has no gradients, and would stay.
             self._note_shapes(known=False)
         self._prepared_for = self._has_backward
-        # Steps that were written for older torch do not pass the target.
-        left_out = len(args) == 2 and not kwargs
         with preparing(self._local_stages):
-            yield (*args, *self._compared_with)[:_TAKES] if left_out else args
+            yield
 
     def _note_shapes(self, *, known: bool) -> None:
         """Note whether stages know their metadata, or must find it again."""
@@ -174,8 +170,8 @@ class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
 
     @like(torchs.PipelineScheduleSingle._initialize_stage)
     def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
-        with self._initializing(args, kwargs) as given:
-            super()._initialize_stage(*given, **kwargs)
+        with self._initializing():
+            super()._initialize_stage(*args, **kwargs)
 
     def _prepare(self, *given: Any) -> None:
         self._initialize_stage(*given[:_TAKES])
@@ -214,8 +210,8 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
 
     @like(torchs.PipelineScheduleMulti._initialize_stages)
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        with self._initializing(args, kwargs) as given:
-            super()._initialize_stages(*given, **kwargs)
+        with self._initializing():
+            super()._initialize_stages(*args, **kwargs)
 
     def _prepare(self, *given: Any) -> None:
         # If only an order was set, it says where the stages are.
@@ -302,18 +298,6 @@ def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:
     return make
 
 
-def order_of(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int
-) -> dict[int, list[Any]]:
-    """The computations of each rank in the plan of a name.
-
-    >>> order_of("gpipe", 2, 1, 1)
-    {0: [0F0, 0B0], 1: [1F0, 1B0]}
-    """
-    plan = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    return {rank: [torchs._Action.from_str(str(a)) for a in plan[rank]] for rank in range(ranks)}
-
-
 @cache
 def _named_maker(name: str, num_stages: int, microbatches: int) -> Any:
     """A function that makes the plan of a name; the same function each time."""
@@ -332,7 +316,9 @@ class _Single(PipelineScheduleSingle):
         return {rank: torchs._add_reduce_grad(row, count) for rank, row in order.items()}
 
     def _order_as_data(self) -> dict[int, list[Any]]:
-        return order_of(self._plan_name, self._num_stages, self._n_microbatches, 1)
+        ranks = self._num_stages
+        plan = build(self._plan_name, ranks=ranks, microbatches=self._n_microbatches)
+        return {r: [torchs._Action.from_str(str(a)) for a in plan[r]] for r in range(ranks)}
 
     def _plan_maker(self) -> Any:
         return _named_maker(self._plan_name, self._num_stages, self._n_microbatches)
@@ -384,38 +370,19 @@ class _Multi(_PipelineScheduleRuntime):
         return super()._maker_for(order)
 
 
-class _InRounds(_Multi):
-    """A schedule whose micro-batches go through each stage in rounds."""
-
-    def __init_subclass__(cls) -> None:
-        cls.__signature__ = signature(cls.__bases__[1])  # pyright: ignore
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            super().__init__(*args, **kwargs)
-        except ValueError:
-            rounds = getattr(self, "number_of_rounds", None)
-            if rounds is None or not self._n_microbatches % rounds:
-                raise
-            # The last round is not full: torch has no order for that, but there is a plan.
-            sizes = (self.pp_group_size, self._n_microbatches, self.n_local_stages)
-            self.pipeline_order = order_of(self._plan_name, *sizes)
-            self._prepare_schedule_with_comms(self.pipeline_order)
-
-
 class ScheduleLoopedBFS(_Multi, torchs.ScheduleLoopedBFS):
     """GPipe over several stages per rank: each stage runs all micro-batches before the next one."""
 
     _plan_name = "looped_bfs"
 
 
-class ScheduleInterleaved1F1B(_InRounds, torchs.ScheduleInterleaved1F1B):
+class ScheduleInterleaved1F1B(_Multi, torchs.ScheduleInterleaved1F1B):
     """1F1B over several stages per rank: a smaller bubble for more messages."""
 
     _plan_name = "interleaved_1f1b"
 
 
-class ScheduleInterleavedZeroBubble(_InRounds, torchs.ScheduleInterleavedZeroBubble):
+class ScheduleInterleavedZeroBubble(_Multi, torchs.ScheduleInterleavedZeroBubble):
     """Interleaved 1F1B whose weight gradients fill what would be the bubble."""
 
     _plan_name = "interleaved_zero_bubble"

@@ -8,10 +8,10 @@ kind of program, with the same agreement before the step and the same outcome on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from inspect import isfunction
-from operator import attrgetter
 from typing import Any
 from weakref import proxy
 
@@ -20,7 +20,6 @@ import torch
 from taktline.compat.torch_pipelining import microbatch
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._calls import CallProgram, Calls
-from taktline.compat.torch_pipelining._errors import as_in_torch
 from taktline.compat.torch_pipelining._metadata import RemoteError, is_whole, set_metadata
 from taktline.compat.torch_pipelining._stages import _PipelineStageBase, reduced
 from taktline.errors import (
@@ -29,8 +28,10 @@ from taktline.errors import (
     InvalidBatchError,
     PipeliningMetadataError,
     ScheduleError,
+    SignatureError,
     StageUseError,
     TaktlineError,
+    restore,
     text_of,
 )
 from taktline.pytree import tree_map_only
@@ -129,14 +130,10 @@ def _by_itself(schedule: Any, call: StepCall) -> Any:
     # Passed only if there are any: classes that were written for older torch do not take them.
     loss_kwargs = {} if call.loss_kwargs is None else {"loss_kwargs": call.loss_kwargs}
     stages = schedule._local_stages
-    schedule._compared_with = (targets[0], call.loss_kwargs) if targets else ()
-    try:
-        with reduced(schedule, stages):
-            schedule._step_microbatches(
-                args, kwargs, targets, call.losses, call.return_outputs, **loss_kwargs
-            )
-    finally:
-        schedule._compared_with = ()
+    with reduced(schedule, stages):
+        schedule._step_microbatches(
+            args, kwargs, targets, call.losses, call.return_outputs, **loss_kwargs
+        )
     for stage in stages:
         if stage.is_last and call.return_outputs:
             return schedule._merge_outputs(stage.output_chunks)
@@ -336,23 +333,52 @@ def _refusal(error: Exception) -> BatchError:
     return refusal
 
 
-_METHODS: dict[type, tuple[Set[str], Callable[[type], tuple[Any, ...]], tuple[Any, ...]]] = {}
-"""For each class the names of its methods, what reads these, and how it defined them."""
+def as_in_torch(error: TaktlineError) -> TaktlineError:
+    """The same error for code that expects the errors of torch.
+
+    That is a RuntimeError, and a PipeliningMetadataError if a value has other metadata.
+
+    >>> from taktline.errors import MismatchError
+    >>> error = as_in_torch(MismatchError("the ranks disagree"))
+    >>> isinstance(error, RuntimeError), isinstance(error, MismatchError)
+    (True, True)
+    """
+    args, kind = error.args, RuntimeError
+    misfit = next((e for e in (error, error.__cause__) if isinstance(e, SignatureError)), None)
+    if misfit is not None:
+        kind = PipeliningMetadataError
+        args = (f"{error} ({misfit.differs} mismatch)",) if misfit.differs else args
+    return error if isinstance(error, kind) else _restored(type(error), kind, args, vars(error))
+
+
+def _restored(cls: Any, kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    return restore(_both(cls, kind), args, fields)
+
+
+@cache
+def _both(cls: type[TaktlineError], kind: type[Exception]) -> type[TaktlineError]:
+    def reduce(error: TaktlineError) -> tuple[Any, ...]:  # so that it can be pickled
+        return _restored, (cls, kind, error.args, vars(error))
+
+    attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}
+    return type(cls.__name__, (cls, kind), attributes)
+
+
+_METHODS: dict[type, dict[str, Any]] = {}
+"""The methods that classes were defined with, by their names."""
 
 
 def remember(*classes: type) -> None:
     """Remember the methods of classes whose instances can run on Taktline's own stages."""
     for cls in classes:
-        names = [name for name in dir(cls) if not name.startswith("__")]
-        methods = {name: m for name in names if isfunction(m := getattr(cls, name))}
-        _METHODS[cls] = methods.keys(), attrgetter(*methods), (*methods.values(),)
+        names = (name for name in dir(cls) if not name.startswith("__"))
+        _METHODS[cls] = {name: m for name in names if isfunction(m := getattr(cls, name))}
 
 
 def _is_overridden(value: object) -> bool:
     """Whether an object overrides a method that its class was defined with."""
     cls = type(value)
-    base = next((base for base in cls.__mro__ if base in _METHODS), None)
-    if base is None:
+    defined = next((_METHODS[base] for base in cls.__mro__ if base in _METHODS), None)
+    if defined is None or not defined.keys().isdisjoint(vars(value)):
         return True
-    names, read, defined = _METHODS[base]
-    return read(cls) != defined or not names.isdisjoint(vars(value))
+    return any(getattr(cls, name) is not method for name, method in defined.items())
