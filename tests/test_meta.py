@@ -70,10 +70,8 @@ class Pair(NamedTuple):
     ("tensor", "meta", "text", "nbytes"),
     [
         (torch.zeros(4, 16), TensorMeta((4, 16), torch.float32), "float32[4, 16]", 256),
-        (torch.zeros(3, dtype=torch.bfloat16), TensorMeta((3,), torch.bfloat16), "bfloat16[3]", 6),
         (torch.tensor(7), TensorMeta((), torch.int64), "int64[]", 8),
-        (torch.zeros(2, 0, 3), TensorMeta((2, 0, 3), torch.float32), "float32[2, 0, 3]", 0),
-        (torch.zeros(5).bool(), TensorMeta((5,), torch.bool), "bool[5]", 5),
+        (torch.zeros(2, 0, 3).bool(), TensorMeta((2, 0, 3), torch.bool), "bool[2, 0, 3]", 0),
         (
             nn.Parameter(torch.zeros(2, dtype=torch.float64)),
             TensorMeta((2,), torch.float64, requires_grad=True),
@@ -89,27 +87,6 @@ def test_a_tensor_is_described(
     assert TensorMeta.of(tensor).describes(tensor)
     assert str(meta) == text
     assert meta.nbytes == nbytes
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.zeros(3, 2),
-        torch.zeros(2, 3, 1),
-        torch.zeros(6),
-        torch.zeros(2, 3, dtype=torch.float64),
-        torch.zeros(2, 3, dtype=torch.int32),
-        torch.zeros(2, 3, requires_grad=True),
-        [[0.0] * 3] * 2,
-        TensorMeta((2, 3), torch.float32),
-        None,
-    ],
-    ids=str,
-)
-def test_another_tensor_is_not_described(other: object) -> None:
-    meta = TensorMeta((2, 3), torch.float32)
-    assert meta.describes(torch.ones(2, 3))
-    assert not meta.describes(other)
 
 
 def test_a_signature_has_leaves_tensors_and_gradients() -> None:
@@ -152,6 +129,7 @@ WITH = torch.zeros(2, 3, requires_grad=True)
         ([X], [], "there are 0 outputs, not 1"),
         ([X], [torch.zeros(2, 4)], "output 0 is float32[2, 4], not float32[2, 3]"),
         ([X], [torch.zeros(())], "output 0 is float32[], not float32[2, 3]"),
+        ([X], [TensorMeta((2,), X.dtype)], "output 0 is float32[2], not float32[2, 3]"),
         ([X], [X.bfloat16()], "output 0 is bfloat16[2, 3], not float32[2, 3]"),
         (
             [X],
@@ -228,14 +206,6 @@ def test_gradients_may_differ_from_an_example() -> None:
     )
 
 
-def test_a_signature_can_be_compared_with_descriptions() -> None:
-    signature = Signature.of([X, 1])
-    assert signature.difference([TensorMeta((2, 3), torch.float32), 1]) == ""
-    assert signature.difference([TensorMeta((2,), torch.float32), 1]) == (
-        "output 0 is float32[2], not float32[2, 3]"
-    )
-
-
 @given(arguments)
 def test_a_signature_describes_what_it_was_made_of(given: tuple[Any, ...]) -> None:
     leaves, spec = flatten(given)
@@ -259,30 +229,27 @@ def test_nan_equals_itself() -> None:
     assert not signature.describes([X, 0.0])
 
 
-@pytest.mark.parametrize("value", [X, None, 3, "text", Pair(X, 1), {"a": X}, {}])
-def test_one_value_is_one_argument(value: Any) -> None:
-    (argument,) = as_arguments(value)
-    assert argument is value
-
-
-@pytest.mark.parametrize("values", [(), (X,), [X], (X, 1), [X, None], ([X],), [{"a": X}]])
-def test_several_values_are_several_arguments(values: Sequence[Any]) -> None:
-    assert as_arguments(values) is values
+@pytest.mark.parametrize(
+    ("value", "several"),
+    [
+        *((value, False) for value in (X, None, 3, "text", Pair(X, 1), {"a": X}, {})),
+        *((value, True) for value in ((), (X,), [X], (X, 1), [X, None], ([X],), [{"a": X}])),
+    ],
+)
+def test_a_list_or_a_tuple_is_several_arguments(value: Any, several: bool) -> None:
+    found = as_arguments(value)
+    assert (found if several else found[0]) is value
+    assert several or len(found) == 1
 
 
 @pytest.mark.parametrize(
     ("nested", "leaves"),
     [
-        (([X],), [X]),
-        (((X,), WITH), [X, WITH]),
         (({"a": X, "b": 2},), [X, 2]),
-        (([X], []), [X]),
-        (([], X), [X]),
         # As many leaves as arguments, but not the arguments themselves.
         (([X, WITH], []), [X, WITH]),
         ((Pair(X, None), 1), [X, None, 1]),
         (((),), []),
-        (({},), []),
     ],
 )
 def test_containers_are_opened(nested: tuple[Any, ...], leaves: list[Any]) -> None:

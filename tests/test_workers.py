@@ -20,13 +20,6 @@ from tests.workers import Workers, WorkersFailed, WorkersLost
 pytestmark = pytest.mark.processes
 
 
-class NotPicklable(Exception):
-    """Pickle makes it anew from its text alone, which is one argument too few."""
-
-    def __init__(self, name: str, number: int) -> None:
-        super().__init__(f"{name} {number}")
-
-
 class Reworded(Exception):
     """Pickle makes it anew from its text, and that changes the text."""
 
@@ -54,12 +47,6 @@ def _raise(rank: int, group: dist.ProcessGroup, error: type[Exception], *args: o
     if rank == 1:
         raise error(*args)
     return rank
-
-
-def _raise_inside(rank: int, group: dist.ProcessGroup) -> None:
-    if rank == 0:
-        raise NotPicklable("item", 3)
-    raise Reworded("item")
 
 
 def _return_function(rank: int, group: dist.ProcessGroup) -> object:
@@ -103,22 +90,15 @@ def _die(rank: int, group: dist.ProcessGroup) -> None:
     time.sleep(100)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_the_group_holds_the_first_ranks(workers: Workers, ranks: int) -> None:
-    expected = [(rank, rank, ranks, "a", 1) for rank in range(ranks)]
-    assert workers.run(_where, "a", 1, ranks=ranks) == expected
-
-
-@pytest.mark.parametrize("ranks", [0, 5])
-def test_ranks_outside_the_pool_are_refused(workers: Workers, ranks: int) -> None:
-    with pytest.raises(ValueError, match=f"ranks must be from 1 to 4, not {ranks}"):
-        workers.run(_where, ranks=ranks)
-
-
 def test_the_same_processes_serve_every_run(workers: Workers) -> None:
+    for ranks in (1, 3, 4):
+        expected = [(rank, rank, ranks, "a", 1) for rank in range(ranks)]
+        assert workers.run(_where, "a", 1, ranks=ranks) == expected
     first = workers.run(_identity, ranks=4)
     assert len({os.getpid(), *first}) == 5
     assert workers.run(_identity, ranks=4) == first
+    with pytest.raises(ValueError, match="ranks must be from 1 to 4, not 5"):
+        workers.run(_where, ranks=5)
 
 
 def test_an_exception_on_one_rank(workers: Workers) -> None:
@@ -131,28 +111,17 @@ def test_an_exception_on_one_rank(workers: Workers) -> None:
     assert text.startswith("raised on rank 1\n--- rank 1 ---\nTraceback")
     assert "in _raise\n    raise error(*args)" in text
     assert text.endswith("ZeroDivisionError: by nought")
+    first, second, third = workers.outcomes(_raise, KeyError, "x", ranks=3)
+    assert (first, type(second), second.args, third) == (0, KeyError, ("x",), 2)
+    # An exception that pickle would lose comes as its text.
+    _, reworded = workers.outcomes(_raise, Reworded, "item")
+    assert (type(reworded), str(reworded)) == (RuntimeError, "Reworded: no item")
     assert workers.run(_identity) == before
 
 
-def test_outcomes_hold_results_and_exceptions(workers: Workers) -> None:
-    first, second, third = workers.outcomes(_raise, KeyError, "x", ranks=3)
-    assert (first, third) == (0, 2)
-    assert isinstance(second, KeyError)
-    assert second.args == ("x",)
-
-
-def test_exceptions_that_pickle_would_lose_come_as_their_text(workers: Workers) -> None:
-    outcomes = workers.outcomes(_raise_inside)
-    assert [type(outcome) for outcome in outcomes] == [RuntimeError, RuntimeError]
-    assert [str(outcome) for outcome in outcomes] == ["NotPicklable: item 3", "Reworded: no item"]
-
-
-def test_a_result_that_cannot_be_pickled_is_an_error(workers: Workers) -> None:
+def test_what_is_an_error(workers: Workers) -> None:
     with pytest.raises(WorkersFailed, match=r"raised on ranks 0, 1\n(.*\n)*.*pickle"):
         workers.run(_return_function)
-
-
-def test_warnings_are_errors(workers: Workers) -> None:
     with pytest.raises(WorkersFailed, match="UserWarning: careful"):
         workers.run(_warn)
 
@@ -172,7 +141,7 @@ def test_a_wait_in_gloo_ends_as_an_error(own_workers: Workers) -> None:
     assert own_workers.run(_pass_on, 2.0) == [2.0, 2.0]
 
 
-def test_a_worker_that_hangs(own_workers: Workers) -> None:
+def test_workers_that_hang_or_die(own_workers: Workers) -> None:
     before = own_workers.run(_identity)
     with pytest.raises(WorkersLost) as caught:
         own_workers.run(_sleep, 0, timeout=0.5)
@@ -180,27 +149,16 @@ def test_a_worker_that_hangs(own_workers: Workers) -> None:
     text = str(caught.value)
     assert text.startswith("no answer within 0.5 s from rank 0\n--- rank 0 ---\n")
     assert "in _sleep" in text
-    after = own_workers.run(_identity)
-    assert not set(before) & set(after)
-    assert own_workers.run(_pass_on, 2.0) == [2.0, 2.0]
-
-
-def test_a_worker_that_dies(own_workers: Workers) -> None:
     with pytest.raises(WorkersLost) as caught:
         own_workers.outcomes(_die)
     assert (caught.value.died, caught.value.silent) == ({1: 7}, [0])
     text = str(caught.value)
     assert text.startswith("rank 1 died with exit code 7\nno answer until then from rank 0\n")
-    assert own_workers.run(_where, ranks=1) == [(0, 0, 1)]
-
-
-def test_a_worker_that_was_dead_before_the_run(own_workers: Workers) -> None:
-    os.kill(own_workers.run(_identity)[0], signal.SIGKILL)
+    after = own_workers.run(_identity)
+    assert not set(before) & set(after)
+    os.kill(after[0], signal.SIGKILL)
     with pytest.raises(WorkersLost, match=f"rank 0 died with exit code {-signal.SIGKILL}"):
         own_workers.run(_where, ranks=1)
-
-
-def test_stop_leaves_no_process(own_workers: Workers) -> None:
     pids = own_workers.run(_identity)
     own_workers.stop()
     own_workers.stop()

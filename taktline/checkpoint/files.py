@@ -31,7 +31,7 @@ from contextlib import suppress
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ import torch
 from taktline.checkpoint.model_state import joined
 from taktline.checks import conform, read, shown
 from taktline.errors import CheckpointError
-from taktline.meta import is_sharded, local
+from taktline.meta import DTYPES, is_sharded, local
 from taktline.transport.codec import NotPlainError, pack, unpack
 
 MANIFEST = "manifest.json"
@@ -85,9 +85,6 @@ _KINDS = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _KINDS.items()}
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _NAMES}
-"""By the names in a manifest."""
-NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _log = logging.getLogger("taktline")
 
 
@@ -206,48 +203,46 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return {"bytes": file.tell(), "crc32": found}
 
 
-class Region(NamedTuple):
-    """A part of a tensor: the first index and how many, along each dimension."""
+Region: TypeAlias = tuple[range, ...]
+"""A part of a tensor: its indices along each dimension."""
 
-    start: tuple[int, ...]
-    size: tuple[int, ...]
 
-    def meets(self, other: Region) -> Region | None:
-        """The region that two regions have in common.
+def region_of(start: Iterable[int], size: Iterable[int]) -> Region:
+    """The region with this first element, of this shape."""
+    return tuple(range(first, first + count) for first, count in zip(start, size, strict=True))
 
-        >>> Region((0, 0), (4, 4)).meets(Region((2, 0), (4, 2)))
-        Region(start=(2, 0), size=(2, 2))
-        """
-        start = tuple(map(max, self.start, other.start))
-        mine, theirs = (map(sum, zip(*region, strict=True)) for region in (self, other))
-        size = tuple(min(ends) - first for first, *ends in zip(start, mine, theirs, strict=True))
-        return Region(start, size) if min(size, default=1) > 0 else None
 
-    def inside(self, other: Region) -> tuple[slice, ...]:
-        """The slices of this region in a tensor that covers another one."""
-        starts = [mine - base for mine, base in zip(self.start, other.start, strict=True)]
-        return tuple(slice(at, at + count) for at, count in zip(starts, self.size, strict=True))
+def overlap(one: Region, other: Region) -> Region | None:
+    """The region that two regions have in common.
+
+    >>> overlap((range(4), range(4)), (range(2, 6), range(2)))
+    (range(2, 4), range(0, 2))
+    """
+    pairs = zip(one, other, strict=True)
+    found = tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
+    return found if all(found) else None
+
+
+def _inside(part: Region, whole: Region) -> tuple[slice, ...]:
+    """The slices of a region in a tensor that covers another one."""
+    pairs = zip(part, whole, strict=True)
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
+
+
+def _elements(region: Region) -> int:
+    return prod(map(len, region))
 
 
 def shard_of(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:
     """The shard of a tensor in this process, and its region; of a plain tensor, all of it."""
     tensor = tensor.detach()
     if not is_sharded(tensor):
-        return tensor, Region((0,) * tensor.dim(), tuple(tensor.shape))
+        return tensor, tuple(map(range, tensor.shape))
     try:
         (chunk,) = tensor.__create_chunk_list__()
     except (RuntimeError, ValueError) as error:  # a part of a sum, or several parts
         raise CheckpointError(f"{name} cannot be saved or loaded in its layout: {error}") from error
-    return local(tensor), Region(tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-class _Stored(NamedTuple):
-    """The place of a tensor in a file: its first byte, and the one after its last."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    return local(tensor), region_of(chunk.offsets, chunk.sizes)
 
 
 class TensorFile:
@@ -264,7 +259,8 @@ class TensorFile:
             header = read(file.read(length).rstrip(), {str: object}, what=f"the header of {path}")
         header.pop("__metadata__", None)
         entries = conform(header, {str: _HEADER}, what=f"the header of {path}")
-        self.tensors: dict[str, _Stored] = {}
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
+        """Types and shapes, and the places: the first byte, and the one after the last."""
         for name, entry in entries.items():
             dtype, shape = _KINDS.get(entry["dtype"]), tuple(entry["shape"])
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
@@ -274,7 +270,7 @@ class TensorFile:
             inside = min(shape, default=0) >= 0 and 8 + length <= begin and end <= size
             if not inside or end - begin != prod(shape) * dtype.itemsize:
                 raise CheckpointError(f"{path} is damaged: {name} does not fit its shape and place")
-            self.tensors[name] = _Stored(dtype, shape, begin, end)
+            self.tensors[name] = dtype, shape, begin, end
 
     def view(self, name: str) -> torch.Tensor:
         """A tensor in a map of the file; its bytes are read when they are used."""
@@ -342,13 +338,18 @@ class Checkpoint:
                     f"{file} has {found:,} bytes, not {size:,}; load an earlier save"
                 )
         self.tensors: dict[str, Entry] = {
-            name: _entry(entry) for name, entry in content["tensors"].items()
+            name: Entry(
+                DTYPES[each["dtype"]],
+                tuple(each["shape"]),
+                [(p["file"], region_of(p["start"], p["size"])) for p in each["pieces"]],
+            )
+            for name, each in content["tensors"].items()
         }
 
     def _pieces(self, name: str, region: Region) -> Iterator[tuple[TensorFile, Region, Region]]:
         """The pieces of a tensor that meet a region: file, piece, and what both have in common."""
         for file, piece in self.tensors[name].pieces:
-            if (common := piece.meets(region)) is not None:
+            if (common := overlap(piece, region)) is not None:
                 if file not in self._files:
                     checksums = self._listed[file]["crc32"]
                     self._files[file] = TensorFile(self.path / file, checksums)
@@ -359,40 +360,32 @@ class Checkpoint:
         _, region = shard_of(like, name)
         covered: set[Region] = set()
         for file, piece, common in self._pieces(name, region):
-            stored = file.tensors.get(name)
-            expected = self.tensors[name].dtype, piece.size
-            if stored is None or (stored.dtype, stored.shape) != expected:
+            expected = self.tensors[name].dtype, tuple(map(len, piece))
+            if file.tensors.get(name, ())[:2] != expected:
                 raise CheckpointError(f"{file.path} does not have {name} as the manifest says")
-            file.check(name, common.inside(piece))
+            file.check(name, _inside(common, piece))
             covered.add(common)
-        if sum(prod(part.size) for part in covered) != prod(region.size):
+        if sum(map(_elements, covered)) != _elements(region):
             raise CheckpointError(f"{self.path} lacks a part of {name}")
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Fill a tensor that has been checked."""
         tensor, region = shard_of(tensor, name)
         for file, piece, common in self._pieces(name, region):
-            tensor[common.inside(region)].copy_(file.view(name)[common.inside(piece)])
+            tensor[_inside(common, region)].copy_(file.view(name)[_inside(common, piece)])
 
     def value(self, name: str) -> Any:
         """A value that belongs neither to the model nor to an optimizer; None if there is none."""
 
         def fetch(part: str) -> torch.Tensor:
-            name = f"values/{part}"
-            self.check(name, torch.empty(self.tensors[name].shape, device="meta"))
-            tensor = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
-            self.fill(name, tensor)
+            full = f"values/{part}"
+            entry = self.tensors[full]
+            self.check(full, torch.empty(entry.shape, device="meta"))  # before memory is taken
+            tensor = torch.empty(entry.shape, dtype=entry.dtype)
+            self.fill(full, tensor)
             return tensor
 
         return unpack(self.values.get(name), fetch)
-
-
-def _entry(entry: dict[str, Any]) -> Entry:
-    pieces = [
-        (piece["file"], Region(tuple(piece["start"]), tuple(piece["size"])))
-        for piece in entry["pieces"]
-    ]
-    return Entry(_DTYPES[entry["dtype"]], tuple(entry["shape"]), pieces)
 
 
 def _content(path: Path) -> Any:

@@ -39,7 +39,6 @@ from taktline.checkpoint.saving import (
 from taktline.checks import check
 from taktline.errors import CheckpointError
 from taktline.meta import is_sharded, name_of
-from taktline.runtime.watchdog import guarded
 from taktline.text import counted, first_of
 from taktline.transport.codec import unpack
 
@@ -62,8 +61,7 @@ class Loaded:
 def load(model: ModelState, folder: Any, training: Training) -> Loaded:
     """Load everything that was passed; all processes call it."""
     folder, processes = check("folder", folder, Path), model.processes
-    with guarded(processes.transports[0], "load()") as call:
-        model.arrive(call)
+    with model.together("load()") as call:
         find = partial(_find, folder, processes.place)
         path = processes.everywhere(find, f"read {folder}", call)[0]
         loading = _Loading(model, training)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, Self
@@ -14,6 +15,7 @@ from torch import nn
 
 from taktline.errors import CheckpointError, JsonError, MismatchError, TaktlineError, text_of
 from taktline.runtime.schedule import Schedule
+from taktline.runtime.watchdog import guarded
 from taktline.stage.names import declared, named_buffers, named_parameters
 from taktline.transport import Transport, transport_of
 from taktline.transport.base import Alone
@@ -21,33 +23,27 @@ from taktline.transport.exchange import restored, retold, share_values, written
 
 
 class Held(NamedTuple):
-    """A parameter or a persistent buffer of this process."""
+    """A parameter or a persistent buffer of this process, with its name in the model.
+
+    Of several tensors with one name, the first is saved. All are loaded.
+    """
 
     name: str
-    """In the model."""
     tensor: torch.Tensor
-    priority: int = 0
-    """Of several tensors with one name, that with the highest is saved. All are loaded."""
 
 
-@dataclass(frozen=True, slots=True)
 class Processes:
     """The processes along each dimension of a mesh, which save and load together."""
 
-    transports: Sequence[Transport] = (Alone(),)
-
-    @property
-    def sizes(self) -> list[int]:
+    def __init__(self, transports: Sequence[Transport] = (Alone(),)) -> None:
+        self.transports = transports
+        self.sizes = [transport.size for transport in transports]
         """How many processes there are along each dimension."""
-        return [transport.size for transport in self.transports]
-
-    @property
-    def place(self) -> int:
+        self.count = prod(self.sizes)
+        self.place = 0
         """The number of this process."""
-        place, size = 0, 1
-        for transport in self.transports:
-            place, size = place + transport.rank * size, size * transport.size
-        return place
+        for transport in reversed(transports):
+            self.place = self.place * transport.size + transport.rank
 
     def attempt(self, do: Callable[[], Any], what: str) -> tuple[Any, TaktlineError | None]:
         """The result of a function, or the error of a disk or a user's code, with the rank."""
@@ -57,7 +53,7 @@ class Processes:
             text = text_of(error)
             if not isinstance(error, TaktlineError):
                 text = f"cannot {what}: {type(error).__name__}: {text}"
-            if prod(self.sizes) > 1 and not text.startswith("rank "):
+            if self.count > 1 and not text.startswith("rank "):
                 text = f"rank {self.place}: {text}"
             if isinstance(error, TaktlineError) and not isinstance(error, JsonError):
                 return None, retold(error, text)
@@ -71,7 +67,7 @@ class Processes:
         An error of one is raised on all, and so is one about processes in different calls.
         """
         result, error = self.attempt(do, what)
-        if prod(self.sizes) == 1:
+        if self.count == 1:
             if error is not None:
                 raise error
             return json.loads(json.dumps([result]))
@@ -101,16 +97,14 @@ def uses_in(modules: Mapping[int, nn.Module], *, alone: bool = False) -> list[Us
     """
     ties = {tie for module in modules.values() for tie in declared(module)}
     tied = {use: tie.uses[0][0] for tie in ties for use in tie.uses}
-    first, uses = dict[int, int](), list[Use]()
-    for stage, module in modules.items():
-        for name, value in state_of(module).items():
-            own = first.setdefault(id(value), stage) if alone else stage
-            if isinstance(value, nn.Parameter):
-                own = tied.get((stage, name), own)
-            elif not alone:
-                own = -1
-            uses.append((stage, name, own))
-    return uses
+    first: dict[int, int] = {}
+    return [
+        (stage, name, tied.get((stage, name), first.setdefault(id(value), stage)))
+        if alone or isinstance(value, nn.Parameter)
+        else (stage, name, -1)
+        for stage, module in modules.items()
+        for name, value in state_of(module).items()
+    ]
 
 
 @dataclass(slots=True)
@@ -181,17 +175,21 @@ class ModelState:
         found.processes, found.schedule = processes, schedule
         return found
 
-    def arrive(self, call: str) -> None:
-        """Raise unless all ranks of all replicas are in the same call; then put shards back.
+    @contextmanager
+    def together(self, call: str) -> Iterator[str]:
+        """A call that all ranks of all replicas make; raises if they make others.
 
-        An evaluation may have left those of FSDP2 gathered.
+        Shards of FSDP2 are put back first: an evaluation may have left them gathered.
         """
-        if self.schedule is not None:
-            self.schedule._runner.arrive(call)
-        kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-        for inner in self.inner_modules():
-            if isinstance(inner, kind):
-                inner.reshard()  # pyright: ignore[reportCallIssue]
+        alone = self.processes.count == 1
+        with nullcontext() if alone else guarded(self.processes.transports[0], call):
+            if self.schedule is not None:
+                self.schedule._runner.arrive(call)
+            kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+            for inner in self.inner_modules():
+                if isinstance(inner, kind):
+                    inner.reshard()  # pyright: ignore[reportCallIssue]
+            yield call
 
     def inner_modules(self) -> Iterator[nn.Module]:
         """All modules of the stages here."""
@@ -202,15 +200,9 @@ class ModelState:
         return f"{stage}.{name}" if self.prefixes else name
 
     def held(self) -> list[Held]:
-        """The parameters and persistent buffers of all stages here, by their names in the model.
-
-        The first stage stands for a tied weight, and the last one for a buffer, since each forward
-        may change it.
-        """
+        """The parameters and persistent buffers of all stages here, by their names in the model."""
         return [
-            Held(
-                self.name(stage, name), value, -stage if isinstance(value, nn.Parameter) else stage
-            )
+            Held(self.name(stage, name), value)
             for stage, module in self.modules.items()
             for name, value in state_of(module).items()
         ]
@@ -223,7 +215,7 @@ class ModelState:
     def first_names(self) -> dict[str, str]:
         """For each further name of a weight, the one that the model lists first."""
         first: dict[int, str] = {}
-        same = {name: first.setdefault(id(value), name) for name, value, _ in self.held()}
+        same = {name: first.setdefault(id(value), name) for name, value in self.held()}
         tied = [
             {self.name(*use): self.name(*tie.uses[0]) for use in tie.uses[1:]}
             for module in self.modules.values()
@@ -237,26 +229,21 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**named_parameters(module), **named_buffers(module, persistent=True)}
 
 
-def foremost(held: Iterable[Held]) -> dict[str, Held]:
-    """For each name, the tensor that is saved."""
-    best: dict[str, Held] = {}
-    for each in held:
-        if each.name not in best or best[each.name].priority < each.priority:
-            best[each.name] = each
-    return best
+def first_of_each(held: Iterable[Held]) -> dict[str, torch.Tensor]:
+    """The first tensor of each name."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in held:
+        found.setdefault(name, tensor)
+    return found
 
 
-def writers(listed: Sequence[Sequence[tuple[str, int]]]) -> dict[str, int]:
-    """The process that writes each key: that with the highest priority, or the first.
+def writers(listed: Sequence[Iterable[str]]) -> dict[str, int]:
+    """The first process that lists each key.
 
-    >>> writers([[("embed", 0), ("mean", 0)], [("embed", -1), ("mean", 1)]])
-    {'embed': 0, 'mean': 1}
+    >>> writers([["embed", "norm"], ["norm", "head"]])
+    {'norm': 0, 'head': 1, 'embed': 0}
     """
-    best: dict[str, tuple[int, int]] = {}
-    for place, process in enumerate(listed):
-        for key, priority in process:
-            best[key] = max(best.get(key, (priority, -place)), (priority, -place))
-    return {key: -place for key, (_, place) in best.items()}
+    return {key: place for place, keys in reversed(list(enumerate(listed))) for key in keys}
 
 
 def joined(tables: Iterable[Mapping[str, str]], order: Iterable[str] = ()) -> dict[str, str]:

@@ -29,11 +29,10 @@ from torch import nn
 
 from taktline.checkpoint import files
 from taktline.checkpoint.files import TensorFile, open_file
-from taktline.checkpoint.model_state import ModelState, foremost, writers
+from taktline.checkpoint.model_state import ModelState, first_of_each, writers
 from taktline.checks import check, read
 from taktline.errors import CheckpointError, text_of
 from taktline.meta import is_sharded, local
-from taktline.runtime.watchdog import guarded
 from taktline.text import first_of
 
 INDEX = "model.safetensors.index.json"
@@ -73,8 +72,7 @@ def save_pretrained(model: ModelState, folder: Any, max_shard_bytes: int) -> Non
     path = check("folder", folder, Path)
     check("max_shard_bytes", max_shard_bytes, int, least=1)
     writing, processes = _Writing(model, path), model.processes
-    with guarded(processes.transports[0], "save_pretrained()") as call:
-        model.arrive(call)
+    with model.together("save_pretrained()") as call:
         writer = writers(processes.everywhere(writing.begin, f"save to {path}", call))
         gather = partial(writing.gather, writer, max_shard_bytes)
         counts = processes.everywhere(gather, f"save to {path}", call)
@@ -91,13 +89,13 @@ class _Writing:
         self._files: list[dict[str, torch.Tensor]] = []
         """The tensors of each file of this process."""
 
-    def begin(self) -> list[tuple[str, int]]:
-        """The names of all tensors here, and their priorities."""
+    def begin(self) -> list[str]:
+        """The names of all tensors here."""
         self._path.mkdir(parents=True, exist_ok=True)
-        self._held = foremost(self._model.saved())
-        for name, value, _ in self._held.values():
+        self._held = first_of_each(self._model.saved())
+        for name, value in self._held.items():
             files.require_writable(local(value), name)
-        return [(name, each.priority) for name, each in self._held.items()]
+        return list(self._held)
 
     def gather(self, writer: Mapping[str, int], most: int) -> int:
         """Put what this process writes into files of so many bytes; returns how many there are.
@@ -105,8 +103,8 @@ class _Writing:
         Processes that have shards of one tensor take part, in the same order.
         """
         own: dict[str, torch.Tensor] = {}
-        for name, each in self._held.items():
-            value = each.tensor.detach()
+        for name, held in self._held.items():
+            value = held.detach()
             whole = value.full_tensor() if is_sharded(value) else value
             if writer[name] == self._model.processes.place:
                 own[name] = whole.cpu()

@@ -28,7 +28,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,7 +38,6 @@ from torch.optim import Optimizer
 
 from taktline.checkpoint.files import (
     MANIFEST,
-    NAMES,
     Checkpoint,
     lock,
     merged,
@@ -52,11 +50,10 @@ from taktline.checkpoint.files import (
     write,
     write_text,
 )
-from taktline.checkpoint.model_state import Held, ModelState, foremost, writers
+from taktline.checkpoint.model_state import Held, ModelState, Processes, first_of_each, writers
 from taktline.checks import check
 from taktline.errors import CheckpointError, text_of
-from taktline.meta import is_sharded
-from taktline.runtime.watchdog import guarded
+from taktline.meta import is_sharded, name_of
 from taktline.transport.distributed import Distributed
 
 _SAVE = re.compile(r"(\d{6,})-step-\d+")
@@ -227,13 +224,12 @@ def _without_tensors(value: Any, what: str) -> Any:
 class Saving:
     """One save, as this process sees it."""
 
-    final = unfinished = Path()
-    """The folder of the save, once it is complete; and until then."""
-
-    def __init__(self, model: ModelState, home: Path, step: int, keep: int | None) -> None:
+    def __init__(self, processes: Processes, home: Path, step: int, keep: int | None) -> None:
         """``home`` is the folder of saves."""
-        self.processes, self.home, self._step, self._keep = model.processes, home, step, keep
-        self._file = f"rank-{self.processes.place:05d}.safetensors"
+        self.processes, self.home, self._step, self._keep = processes, home, step, keep
+        self._name = ""
+        """Of the folder of the save; the first process chooses it."""
+        self._file = f"rank-{processes.place:05d}.safetensors"
         self._tensors: dict[str, torch.Tensor] = {}
         """The tensors that this process writes, or could write."""
         self._part: dict[str, Any] = {}
@@ -241,12 +237,21 @@ class Saving:
         self._lock: TextIO | None = None
         """On the first process, until the save is complete or has failed."""
 
-    def begin(self, model: ModelState, training: Training) -> tuple[list[tuple[str, int]], str]:
+    @property
+    def final(self) -> Path:
+        """The folder of the save, once it is complete."""
+        return self.home / self._name
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder of the save until then."""
+        return self.home / f".{self._name}.saving"
+
+    def begin(self, model: ModelState, training: Training) -> tuple[list[str], str]:
         """List the tensors and values of this process; the first one begins the folder.
 
-        Returns of each tensor what it is a shard of, and where; and its priority among processes.
+        Returns of each tensor what it is a shard of, and where; and the name of the save.
         """
-        first = not self.processes.place
         wait(self.home, self.processes.place)
         if model.schedule is not None and model.schedule._runner.awaits_update():
             raise CheckpointError(
@@ -267,26 +272,26 @@ class Saving:
             ],
             "values": {name: packed(value, name, own) for name, value in values},
         }
-        rest = [Held(*each) for each in model.rest.items()] if first else []
-        held = foremost((*rest, *model.saved())).values()
-        tensors = [(f"model/{name}", value, priority) for name, value, priority in held]
-        tensors += [(name, value, 0) for name, value in states.items()]
-        tensors += [(f"values/{name}", value, 0) for name, value in own.items()]
-        shards = [shard for each in tensors if (shard := self._add(*each)) is not None]
-        if first:
+        rest = {} if self.processes.place else model.rest
+        held = first_of_each([*model.saved(), *(Held(*each) for each in rest.items())])
+        tensors = {f"model/{name}": value for name, value in held.items()} | states
+        tensors |= {f"values/{name}": value for name, value in own.items()}
+        shards = [self._add(*each) for each in tensors.items()]
+        if not self.processes.place:
             self._make_folder()
-        return shards, self.final.name
+        return list(filter(None, shards)), self._name
 
-    def _add(self, name: str, whole: torch.Tensor, priority: int) -> tuple[str, int] | None:
-        """Add the shard of a tensor, unless it is empty."""
+    def _add(self, name: str, whole: torch.Tensor) -> str:
+        """Add the shard of a tensor, unless it is empty; returns what is the same everywhere."""
         tensor, region = shard_of(whole, name)
         require_writable(tensor, name)
         if not tensor.numel() and 0 not in whole.shape:
-            return None
-        piece = {"file": self._file, "start": region.start, "size": region.size}
-        entry = {"dtype": NAMES[tensor.dtype], "shape": list(whole.shape), "pieces": [piece]}
+            return ""
+        start, size = [each.start for each in region], list(map(len, region))
+        piece = {"file": self._file, "start": start, "size": size}
+        entry = {"dtype": name_of(tensor.dtype), "shape": list(whole.shape), "pieces": [piece]}
         self._tensors[name], self._part["tensors"][name] = tensor, entry
-        return f"{name} {region.start}", priority
+        return f"{name} {start}"
 
     def _make_folder(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
@@ -294,26 +299,22 @@ class Saving:
         for name in filter(_UNFINISHED.fullmatch, os.listdir(self.home)):  # of a killed process
             shutil.rmtree(self.home / name, ignore_errors=True)
         number = max((_number(save.name) for save in saves(self.home)), default=0) + 1
-        self._set_name(f"{number:06d}-step-{self._step}")
+        self._name = f"{number:06d}-step-{self._step}"
         self.unfinished.mkdir()
 
-    def _set_name(self, name: str) -> None:
-        self.final, self.unfinished = self.home / name, self.home / f".{name}.saving"
-
-    def agree(self, listed: list[tuple[list[tuple[str, int]], str]]) -> None:
+    def agree(self, listed: list[tuple[list[str], str]]) -> None:
         """Drop the tensors that other processes write, by what all have begun."""
-        self._set_name(listed[0][1])
+        self._name = listed[0][1]
         writer = writers([shards for shards, _ in listed])
         own, _ = listed[self.processes.place]
-        for name, (shard, _) in zip(list(self._tensors), own, strict=True):
+        for name, shard in zip(list(self._tensors), own, strict=True):
             if writer[shard] != self.processes.place:
                 del self._tensors[name], self._part["tensors"][name]
 
     @property
     def _notes(self) -> list[Path]:
         """Of each process, the file with its part, which is there once all of it is written."""
-        count = prod(self.processes.sizes)
-        return [self.unfinished / f"{place:05d}.part.json" for place in range(count)]
+        return [self.unfinished / f"{n:05d}.part.json" for n in range(self.processes.count)]
 
     def _require_folder(self) -> None:
         if not self.unfinished.is_dir():
@@ -358,8 +359,7 @@ class Saving:
     def clear(self) -> None:
         """Remove what a save that has failed leaves, and unlock the folder."""
         if self._lock is not None:
-            if self.unfinished.name:
-                shutil.rmtree(self.unfinished, ignore_errors=True)
+            shutil.rmtree(self.unfinished, ignore_errors=True)
             unlock(self._lock)
             self._lock = None
 
@@ -436,10 +436,9 @@ def save(
     step = check("steps", step, int, least=0)
     processes = model.processes
     # The program may change its folder while this is written.
-    saving = Saving(model, folder.resolve(), step, keep)
+    saving = Saving(processes, folder.resolve(), step, keep)
     try:
-        with guarded(processes.transports[0], "save()") as call:
-            model.arrive(call)
+        with model.together("save()") as call:
             begin = partial(saving.begin, model, training)
             saving.agree(processes.everywhere(begin, f"save to {folder}", call))
             what = f"write {saving.final}"

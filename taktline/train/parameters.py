@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from taktline.checkpoint.model_state import ModelState, foremost, writers
+from taktline.checkpoint.model_state import ModelState, first_of_each, writers
 from taktline.checks import check, refuse
 from taktline.errors import LossError, MismatchError, UseError
 from taktline.meta import is_sharded, local
@@ -214,7 +214,7 @@ def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[nn.Parameter]]:
 
 def own_state(model: ModelState, *, with_rest: bool) -> dict[str, torch.Tensor]:
     """The tensors of this process, in the model's order; not copies."""
-    held = {name: each.tensor.detach() for name, each in foremost(model.held()).items()}
+    held = {name: tensor.detach() for name, tensor in first_of_each(model.held()).items()}
     held |= {name: held[known] for name, known in model.aliases.items() if known in held}
     if with_rest:
         held |= model.rest
@@ -237,10 +237,8 @@ def gathered_state(
         return {}
     if ranks.group is None:
         return {name: value.to("cpu", copy=True) for name, value in mine.items()}
-    priorities = {name: each.priority for name, each in foremost(model.held()).items()}
-    keys = [(name, priorities.get(name, -1)) for name in mine]
     call = "state_dict(gathered=True)"
-    listed = share_values(ranks.transport, keys, [(str, int)], call, what="the state")
+    listed = share_values(ranks.transport, list(mine), [str], call, what="the state")
     state: dict[str, torch.Tensor] = {}
     for name, rank in writers(listed).items():
         sent = mine[name].to(ranks.device) if name in mine else None
@@ -267,7 +265,7 @@ def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: 
             raise MismatchError(f"the state lacks {first_of(missing)}; {_ADVICE}")
         if foreign := [name for name in state if name not in model.names and name not in held]:
             raise MismatchError(f"the model lacks {first_of(foreign)} of the state; {_ADVICE}")
-    own = [(each.name, each.tensor) for each in model.held()] + list(model.rest.items())
+    own = [*model.held(), *model.rest.items()]
     pairs = [(name, tensor, known[name]) for name, tensor in own if name in known]
     for name, tensor, value in pairs:
         check(f"state_dict[{name!r}]", value, torch.Tensor)

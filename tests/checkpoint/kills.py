@@ -47,8 +47,6 @@ class Report:
     unreadable: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     hung: list[str] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
-    """What ranks that were left behind have raised."""
 
     @property
     def good(self) -> bool:
@@ -58,8 +56,7 @@ class Report:
     def __str__(self) -> str:
         lines = [
             f"{self.kills} kills in {self.trainings} trainings: {len(self.unreadable)} unreadable "
-            f"saves, {len(self.different)} other losses, {len(self.hung)} ranks that hung; "
-            f"{len(self.told)} ranks left behind have said why"
+            f"saves, {len(self.different)} other losses, {len(self.hung)} ranks that hung"
         ]
         return "\n".join([*lines, *self.unreadable, *self.different, *self.hung])
 
@@ -142,8 +139,7 @@ def _start(home: Path) -> list[int]:
                 if _met(rank, store):
                     _train(home, rank)
                 code = 0
-            except tl.TaktlineError as error:
-                (home / f"told-{rank}").write_text(f"rank {rank}: {type(error).__name__}: {error}")
+            except tl.TaktlineError:  # of a rank that was left behind
                 code = 3
             except BaseException:
                 traceback.print_exc()
@@ -214,10 +210,6 @@ def _inspect(home: Path, expected: dict[int, str], report: Report) -> None:
         if loss != expected[step]:
             report.different.append(f"{home.name}, step {step}: {loss}, not {expected[step]}")
     for rank in range(RANKS):
-        told = home / f"told-{rank}"
-        if told.exists():
-            report.told.append(told.read_text())
-            told.unlink()
         unknown = home / f"stderr-{rank}"
         if unknown.exists() and re.search("Traceback|most recent call", unknown.read_text()):
             report.different.append(unknown.read_text()[-2000:])

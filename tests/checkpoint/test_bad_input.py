@@ -101,13 +101,6 @@ def test_damaged_files(copied: Path, text: str) -> None:
     refused(copied, text)
 
 
-def test_a_step_that_cannot_be_saved(tmp_path: Path) -> None:
-    pipe = pipeline(2, ranks=2)
-    pipe.schedules[0].steps = -1
-    with pytest.raises(tl.TaktlineError, match="steps must be a whole number from 0"):
-        pipe.save(tmp_path)
-
-
 @pytest.mark.parametrize("name", [MANIFEST, "rank-00000.safetensors"])
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
 def test_what_is_no_regular_file_is_not_opened(copied: Path, name: str, kind: str) -> None:
@@ -142,11 +135,6 @@ def test_state_that_an_optimizer_refuses(copied: Path) -> None:
     assert training.run(1)
 
 
-def test_no_checkpoint(tmp_path: Path) -> None:
-    refused(tmp_path, f"{tmp_path} is not a checkpoint, and contains no complete one")
-    refused(tmp_path / "nowhere", "nowhere is not a checkpoint, and is not there")
-
-
 OTHERS: dict[str, Callable[[DropLM], object]] = {
     "lacks more.weight and 1 other": lambda m: m.add_module("more", nn.Linear(2, 2)),
     "does not have blocks.3.norm.0.weight and": lambda m: m.blocks.pop(3),
@@ -164,7 +152,9 @@ def test_another_model(saved: Path, text: str) -> None:
     refused(saved, text, Training(model))
 
 
-def test_ties_of_another_model(tmp_path: Path) -> None:
+def test_other_folders(tmp_path: Path) -> None:
+    refused(tmp_path, f"{tmp_path} is not a checkpoint, and contains no complete one")
+    refused(tmp_path / "nowhere", "nowhere is not a checkpoint, and is not there")
     untied = tl.Pipeline(DropLM(tied=False), microbatches=2, loss_fn=loss_fn)
     text = "embed.weight and head.weight are one weight in the model, and two in"
     refused(untied.save(tmp_path, torch.optim.AdamW(untied.parameters())), text)
@@ -210,6 +200,9 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     for given, text in wrong:
         with pytest.raises(tl.TaktlineError, match=text):
             pipe.save(tmp_path, **given)
+    pipe.schedules[0].steps = -1
+    with pytest.raises(tl.TaktlineError, match="steps must be a whole number from 0"):
+        pipe.save(tmp_path)
     assert not list(tmp_path.glob("*step*"))
 
 
@@ -233,6 +226,12 @@ def one_rank(rank: int, group: Any, folder: str, what: str) -> tuple[str, bool]:
     return str(caught.value), same
 
 
+def written(rank: int, group: Any, folder: str) -> None:
+    training = Training(pipeline(2, mesh=mesh_of(group, None)))
+    training.run(1)
+    training.save(folder)
+
+
 @pytest.mark.processes
 def test_what_one_rank_finds_all_ranks_raise(workers: Workers, tmp_path: Path) -> None:
     workers.run(written, str(tmp_path))
@@ -248,9 +247,3 @@ def test_what_one_rank_finds_all_ranks_raise(workers: Workers, tmp_path: Path) -
         assert told[0] == told[1]
         assert text in told[0][0]
         assert told[0][1], "nothing has changed"
-
-
-def written(rank: int, group: Any, folder: str) -> None:
-    training = Training(pipeline(2, mesh=mesh_of(group, None)))
-    training.run(1)
-    training.save(folder)

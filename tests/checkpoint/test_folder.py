@@ -78,38 +78,12 @@ def test_other_programs_read_the_files(tmp_path: Path) -> None:
     assert len(pipe.state_dict()) == len(model) + 1
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     training = Training(pipeline(2, ranks=2))
     saved = training.save(tmp_path)
     with full_disk(), pytest.raises(CheckpointError, match=r"cannot write .*File too large"):
         training.save(tmp_path)
     assert names(tmp_path) == [saved.name]
-    assert training.load(tmp_path).path == saved
-
-
-def test_a_read_only_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot save to .*runs: NotADirectoryError"):
-        pipeline(2, ranks=2).save(tmp_path / "file" / "runs")
-
-
-def test_in_the_background(tmp_path: Path) -> None:
-    training = Training(pipeline(2, ranks=2))
-    training.run(1)
-    saved = training.save(tmp_path, async_save=True)
-    expected = training.run(2)
-    again = Training(pipeline(2, ranks=2))
-    assert again.load(tmp_path).path == saved, "a load waits for it"
-    assert again.run(2) == expected, "what was saved is of the time of the call"
-    second = training.save(tmp_path, async_save=True, keep=1)
-    third = training.save(tmp_path, async_save=True, keep=1)
-    saving.wait(tmp_path)
-    assert (second.exists(), names(tmp_path)) == (False, [third.name])
-
-
-def test_a_full_disk_in_the_background(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    training = Training(pipeline(2, ranks=2))
-    saved = training.save(tmp_path)
     with full_disk():
         training.save(tmp_path, async_save=True)
         saving._running[tmp_path, 0].exception()
@@ -117,7 +91,10 @@ def test_a_full_disk_in_the_background(tmp_path: Path, caplog: pytest.LogCapture
     with pytest.raises(CheckpointError, match="File too large"):
         training.save(tmp_path)
     assert names(tmp_path) == [saved.name]
-    training.save(tmp_path)
+    assert training.load(tmp_path).path == saved
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot save to .*runs: NotADirectoryError"):
+        training.save(tmp_path / "file" / "runs")
 
 
 FAILS = {
@@ -185,7 +162,16 @@ def another_job(folder: Path) -> subprocess.Popen[str]:
     return job
 
 
-def test_another_job_is_named_until_it_has_ended(tmp_path: Path) -> None:
+def refused(rank: int, group: Any, folder: str) -> str:
+    training = Training(pipeline(2, mesh=mesh_of(group, None), timeout=20))
+    with pytest.raises(CheckpointError) as caught:
+        training.save(folder)
+    assert training.pipe.grad_norm() >= 0  # pyright: ignore
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_another_job_is_named_until_it_has_ended(workers: Workers, tmp_path: Path) -> None:
     training = Training(pipeline(2, ranks=2))
     saved = training.save(tmp_path)
     job = another_job(tmp_path)
@@ -194,6 +180,9 @@ def test_another_job_is_named_until_it_has_ended(tmp_path: Path) -> None:
         for asynchronous in (False, True):
             with pytest.raises(CheckpointError, match=text):
                 training.save(tmp_path, async_save=asynchronous)
+        first, last = workers.run(refused, str(tmp_path))
+        assert first == last
+        assert first.startswith("rank 0: another job is saving to")
         assert (tmp_path / ".000002-step-7.saving").is_dir(), "its save is still there"
         assert training.load(tmp_path).path == saved, "a load is not in its way"
     finally:
@@ -231,23 +220,3 @@ def test_the_lock_is_released_after_an_error(
             training.save(tmp_path)
     assert os.listdir(tmp_path) == [LOCK]
     training.save(tmp_path)
-
-
-def refused(rank: int, group: Any, folder: str) -> str:
-    training = Training(pipeline(2, mesh=mesh_of(group, None), timeout=20))
-    with pytest.raises(CheckpointError) as caught:
-        training.save(folder)
-    assert training.pipe.grad_norm() >= 0  # pyright: ignore
-    return str(caught.value)
-
-
-@pytest.mark.processes
-def test_all_ranks_name_the_other_job(workers: Workers, tmp_path: Path) -> None:
-    job = another_job(tmp_path)
-    try:
-        told = workers.run(refused, str(tmp_path))
-    finally:
-        job.kill()
-        job.communicate()
-    assert told[0] == told[1]
-    assert told[0].startswith(f"rank 0: another job is saving to {tmp_path}: process {job.pid} on")

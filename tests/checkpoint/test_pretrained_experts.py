@@ -15,8 +15,6 @@ from taktline.checkpoint.files import TensorFile, write
 from taktline.checkpoint.model_state import ModelState, state_of
 from taktline.checkpoint.pretrained import PretrainedFiles, conversions_of
 from taktline.errors import CheckpointError, PartitionError, StateError
-from tests.checkpoint.training import mesh_of
-from tests.workers import Workers
 from tests.zoo import find
 
 IDS = torch.arange(3, 43).reshape(4, 10)
@@ -63,19 +61,6 @@ def test_files_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     require_same(stored(tmp_path / "mine"), stored(tmp_path / "theirs"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FEW)
-def test_in_and_out_without_an_example(tmp_path: Path, name: str) -> None:
-    model: Any = find(name).make().eval()
-    model.save_pretrained(tmp_path / "theirs")
-    pipe = tl.Pipeline.from_pretrained(tmp_path / "theirs", microbatches=2, ranks=2)
-    require_same(pipe.state_dict(), model.state_dict())
-    pipe.save_pretrained(tmp_path / "mine")
-    require_same(stored(tmp_path / "mine"), stored(tmp_path / "theirs"))
-    again: Any = type(model).from_pretrained(tmp_path / "mine")
-    require_same(again.state_dict(), model.state_dict())
-
-
 def test_a_stage_reads_its_own_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find(FEW[0]).make().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
     model, files = pretrained.build(tmp_path)
@@ -91,26 +76,6 @@ def test_a_stage_reads_its_own_tensors(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(
         parameter.is_meta for parameter in first.get_submodule("model.layers.3").parameters()
     )
-
-
-def over_processes(rank: int, group: Any, folder: str, shape: Any, way: str | None) -> Any:
-    options: Any = {"microbatches": 2, "mesh": mesh_of(group, shape), "data_parallel": way}
-    pipe = tl.Pipeline.from_pretrained(folder, **options)
-    pipe.save_pretrained(Path(folder, "again"), max_shard_bytes=50_000)
-    return sorted({name.split(".")[2] for name, _ in pipe.named_parameters() if "experts" in name})
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("shape", "way"), [(None, None), pytest.param((2, 2), "fsdp", marks=pytest.mark.matrix)]
-)
-def test_processes(workers: Workers, tmp_path: Path, shape: Any, way: str | None) -> None:
-    find(FEW[0]).make().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
-    ranks = 2 if shape is None else 4
-    layers = workers.run(over_processes, str(tmp_path), shape, way, ranks=ranks)
-    assert sorted({layer for each in layers for layer in each}) == [str(n) for n in range(8)]
-    assert not set(layers[0]) & set(layers[-1])
-    require_same(stored(tmp_path / "again"), stored(tmp_path))
 
 
 def test_without_the_table_of_transformers(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import taktline as tl
 from taktline.checkpoint import saving
@@ -34,46 +34,33 @@ def lateness() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def late() -> Iterator[None]:
+def test_one_save_after_the_other(tmp_path: Path) -> None:
+    training, mine = Training(pipeline(2, ranks=2)), torch.ones(1000)
     with lateness():
-        yield
-
-
-def state_of(pipe: Any) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in pipe.state_dict().items()}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in (*one, *other))
-
-
-def test_steps_and_the_optimizer(tmp_path: Path) -> None:
-    training = Training(pipeline(2, ranks=2))
-    training.run(1)
-    expected = list(training.state())
-    mine = torch.ones(1000)
-    training.save(tmp_path, extra={"mine": mine}, async_save=True)
-    training.run(2)
-    mine.zero_()
-    again = Training(pipeline(2, ranks=2))
-    assert again.load(tmp_path).extra["mine"].sum() == 1000
-    assert len(expected) > 20
-    assert all(map(torch.equal, again.state(), expected))
+        training.run(1)
+        state = list(training.state())
+        saved = training.save(tmp_path, extra={"mine": mine}, async_save=True)
+        expected = training.run(2)
+        mine.zero_()
+        again = Training(pipeline(2, ranks=2))
+        loaded = again.load(tmp_path)
+        assert (loaded.path, loaded.extra["mine"].sum()) == (saved, 1000), "a load waits for it"
+        assert all(map(torch.equal, again.state(), state))
+        assert again.run(2) == expected
+        second = training.save(tmp_path, async_save=True, keep=1)
+        third = training.save(tmp_path, async_save=True, keep=1)
+        saving.wait(tmp_path)
+    assert (second.exists(), third.exists()) == (False, True)
 
 
 def test_a_save_that_fails_holds_up_nobody(tmp_path: Path) -> None:
-    pipe: Any = tl.Pipeline(
-        [nn.Linear(4, 4)], microbatches=2, loss_fn=nn.functional.mse_loss, ranks=1
-    )
-    x = torch.ones(4, 4)
-    optimizer = torch.optim.SGD(pipe.parameters())
-    saved = pipe.save(tmp_path, optimizer, async_save=True)
-    shutil.rmtree(tmp_path / f".{saved.name}.saving")
-    pipe.step(x, target=x)
-    optimizer.step()
-    with pytest.raises(CheckpointError, match=r"saving, made by rank 0, is not here|No such file"):
-        pipe.save(tmp_path)
+    training = Training(pipeline(2, ranks=2))
+    with lateness():
+        saved = training.save(tmp_path, async_save=True)
+        shutil.rmtree(tmp_path / f".{saved.name}.saving")
+        training.run(1)
+        with pytest.raises(CheckpointError, match=r"saving, made by rank 0, is not here|No such"):
+            training.save(tmp_path)
 
 
 @pytest.mark.gpu
@@ -91,15 +78,15 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     )
     optimizer, x = torch.optim.AdamW(pipe.parameters()), torch.randn(8, 512, device="cuda")
     for _ in range(3):
-        expected = state_of(pipe)
-        pipe.save(tmp_path, optimizer, async_save=True)
-        for _ in range(3):
-            pipe.step(x, target=x)
-            optimizer.step()
-        saving.wait(tmp_path)
-        assert not same(expected, state_of(pipe))
+        expected = {name: value.clone() for name, value in pipe.state_dict().items()}
+        with lateness():
+            pipe.save(tmp_path, optimizer, async_save=True)
+            for _ in range(3):
+                pipe.step(x, target=x)
+                optimizer.step()
+            saving.wait(tmp_path)
         pipe.load(tmp_path)
-        assert same(expected, state_of(pipe))
+        assert all(torch.equal(value, expected[name]) for name, value in pipe.state_dict().items())
 
 
 def in_shards(rank: int, group: Any, runs: str) -> bool:

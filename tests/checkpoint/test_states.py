@@ -194,56 +194,47 @@ def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert pipe.load("runs").path == saved
 
 
-def uneven(rank: int, group: Any, folder: str, kind: str) -> list[Any]:
-    """Stages with other numbers of groups; the first one, or the last, has no parameters at all."""
-    plain = {"first": [nn.Tanh(), nn.Linear(4, 4)], "last": [nn.Linear(4, 4), nn.Tanh()]}
-    both = [nn.Linear(4, 4), nn.LayerNorm(4)]
+def uneven(rank: int, group: Any, folder: str, stages: list[nn.Module]) -> list[Any]:
+    """Steps from the latest save on; ranks have other numbers of groups, or no parameters."""
     torch.manual_seed(0)
     where: Any = {"ranks": 2} if group is None else {"mesh": mesh_of(group, None)}
-    pipe: Any = tl.Pipeline(
-        plain.get(kind, both), microbatches=2, loss_fn=nn.functional.mse_loss, **where
-    )
-    matrices = [each for each in pipe.parameters() if each.dim() == 2]
-    vectors = [each for each in pipe.parameters() if each.dim() == 1]
+    pipe: Any = tl.Pipeline(stages, microbatches=2, loss_fn=nn.functional.mse_loss, **where)
     groups: list[Any] = [
-        {"params": each, "lr": rate} for each, rate in ((matrices, 0.1), (vectors, 0.2)) if each
+        {"params": some, "lr": rate}
+        for dim, rate in ((2, 0.1), (1, 0.2))
+        if (some := [each for each in pipe.parameters() if each.dim() == dim])
     ]
     optimizer = torch.optim.AdamW(groups) if groups else None
     scheduler = lr.CosineAnnealingLR(optimizer, 10) if optimizer else None
     x, found = torch.linspace(0, 1, 32).reshape(8, 4).requires_grad_(), []
-
-    def run() -> None:
-        for _ in range(2):
-            found.append(pipe.step(x, target=x.detach()).item())
-            if optimizer is not None and scheduler is not None:
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-                found.extend(each["lr"] for each in optimizer.param_groups)
-        if optimizer is not None and scheduler is not None:
-            assert scheduler.get_last_lr() == [each["lr"] for each in optimizer.param_groups]
-
-    if tl.checkpoint.latest(folder) is None:
-        run()
-        pipe.save(folder, optimizer, scheduler=scheduler)
-        found.clear()
-    else:
+    if tl.checkpoint.latest(folder) is not None:
         assert pipe.load(folder, optimizer, scheduler=scheduler).step == 2
-    run()
+    for step in range(4):
+        if step == 2 and tl.checkpoint.latest(folder) is None:
+            pipe.save(folder, optimizer, scheduler=scheduler)
+            found.clear()
+        elif step == 2:
+            break
+        found.append(pipe.step(x, target=x.detach()).item())
+        if optimizer is not None and scheduler is not None:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            found.extend(each["lr"] for each in optimizer.param_groups)
+            assert scheduler.get_last_lr() == [each["lr"] for each in optimizer.param_groups]
     return found
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["first", "last", "groups"])
-def test_ranks_with_other_groups(workers: Workers, tmp_path: Path, kind: str) -> None:
-    expected = workers.run(uneven, str(tmp_path), kind)
-    assert workers.run(uneven, str(tmp_path), kind) == expected
-
-
-@pytest.mark.processes
-def test_fewer_groups_than_the_first_rank_had(workers: Workers, tmp_path: Path) -> None:
-    """A scheduler has a rate for each group, and the last rank has no group of matrices here."""
-    one = uneven(0, None, str(tmp_path), "groups")
-    first, last = workers.run(uneven, str(tmp_path), "groups")
+def test_ranks_with_other_groups(workers: Workers, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.LayerNorm(4)]
+    for place, stages in enumerate(([nn.Tanh(), layers[0]], [layers[0], nn.Tanh()], layers)):
+        folder = str(tmp_path / str(place))
+        expected = workers.run(uneven, folder, stages)
+        assert workers.run(uneven, folder, stages) == expected
+    # A scheduler has a rate for each group, and the last rank has no group of matrices here.
+    one = uneven(0, None, str(tmp_path / "one"), layers)
+    first, last = workers.run(uneven, str(tmp_path / "one"), layers)
     assert first == pytest.approx(one)
     assert last == pytest.approx([one[0], one[2], one[3], one[5]])
