@@ -3,8 +3,8 @@
 A process has a socket to each of its neighbours, and a thread that serves these sockets. The store
 is asked for addresses only while the processes meet: later its host may be the one that is gone.
 
-Everything that others must know is news for everyone. A process passes on what is new to it to all
-of its neighbours. So no lost or stopped process can keep news from the others.
+Everything that others must know is a fact for everyone. A process passes on what is new to it to
+all of its neighbours. So no lost or stopped process can keep news from the others.
 
 If a socket ends without a goodbye, its process has died. Its neighbours notice. They tell each
 other what they do, twice a second; a process that has to know it of others asks everyone.
@@ -26,7 +26,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from hashlib import blake2b
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -36,13 +36,14 @@ from taktline.errors import text_of
 from taktline.transport.base import Watched
 from taktline.transport.communicators import default_group
 from taktline.transport.exit_hooks import planes, store_name
-from taktline.transport.links import Network, Ring
-from taktline.transport.news import ENDED, LOST, OUTSIDE, Cause, News, Verdict, encode
-from taktline.transport.sockets import Address, Caller, call, purpose_of, ready
+from taktline.transport.links import Network, Ring, trim
+from taktline.transport.news import ENDED, LOST, OUTSIDE, Cause, Verdict, encode
+from taktline.transport.sockets import Address, call, purpose_of, ready
 
 _TICK_SECONDS, _HURRY_SECONDS = 0.25, 0.05
 """How often running steps are looked at; the second while a member has a verdict."""
-_BEAT_SECONDS = 2 * _TICK_SECONDS
+_STATE_SECONDS = 2 * _TICK_SECONDS
+"""How often neighbours are told what this process does."""
 _GRACE_SECONDS = 0.15
 """How long news of a lost process may still arrive: its program may just have ended in order."""
 _LAPSE_SECONDS = 1.0
@@ -52,8 +53,8 @@ _ANSWER_SECONDS = 1.0
 """How long to wait until processes have said what they do."""
 _SAME_ANSWER_SECONDS = 0.25
 """For how long an answer serves whoever asks."""
-_SEEN, _FACTS, _PLACES, _WAITING = 1 << 15, 1 << 13, 1 << 10, 1 << 8
-"""How many news, facts, places, and waiting callers are remembered."""
+_PLACES = 1 << 10
+"""How many places are remembered."""
 
 _log = logging.getLogger("taktline")
 
@@ -89,7 +90,6 @@ class Member:
         """Set once there is a verdict."""
         self.addresses: dict[int, Address] = {}
         """Where its processes are called, once they have met."""
-
         self.meeting = ""
         """What tells their latest meeting from all others; the same on each."""
 
@@ -97,6 +97,16 @@ class Member:
     def place(self) -> str:
         """Where its processes meet, in this round."""
         return purpose_of(f"{self.name}/{self.round}").hex()
+
+
+@dataclass(slots=True)
+class _Place:
+    """What is known of a place."""
+
+    come: dict[int, Address] = field(default_factory=dict[int, Address])
+    """The processes that have come."""
+    verdict: Verdict | None = None
+    """Why a process has left."""
 
 
 class Plane(Ring):
@@ -109,30 +119,17 @@ class Plane(Ring):
         self, store: Store, process: int, size: int, name: str, network: Network | None = None
     ) -> None:
         super().__init__(store, process, size, name, network)
-        self.news = News(process, self._now)
         self.watched: tuple[Watched, ...] = ()
         """The steps that are running."""
         self.in_company = False
         """Whether pipelines of this process share their work: with replicas, or in parts."""
         self._pid = os.getpid()
-        self._changed = threading.Condition(self._lock)
         self._members: WeakSet[Member] = WeakSet()
-        self._came: OrderedDict[str, dict[int, Address]] = OrderedDict()
-        """By place: the processes that have come there."""
-        self._left: OrderedDict[str, Verdict] = OrderedDict()
-        """By place: why a process has left it."""
+        self._places: OrderedDict[str, _Place] = OrderedDict()
         self._lost: list[tuple[float, int]] = []  # processes, and when to conclude their loss
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
-        """The digests of the news that have come."""
-        self._facts: OrderedDict[bytes, None] = OrderedDict()
-        """The news that last, for neighbours that connect later."""
-        self._fresh: list[tuple[bytes, int]] = []
-        """News to pass on, and who has sent them."""
-        self._callers: OrderedDict[tuple[bytes, int], Caller] = OrderedDict()
-        """Processes that have called for a group, until this process takes the socket."""
-        self._asked = self._looked = self._beat = 0.0
-        """When the processes were asked last, when steps were looked at; when to beat next."""
-        self._closing = self._forgotten = self._ended = False
+        self._asked = self._looked = self._told = 0.0
+        """When a process asked what all do, steps were looked at, and neighbours were told."""
+        self._closing = self._forgotten = False
         self._failure: Verdict | None = None
         """Why the thread has ended, unless it was closed."""
         self._thread = threading.Thread(target=self._run, name="taktline control", daemon=True)
@@ -156,13 +153,13 @@ class Plane(Ring):
         """Tell a member of verdicts from now on; in its next round, if it was told before."""
         with self._lock:
             again, member.round = member.round >= 0, member.round + 1
-            while again and member.place in self._left:
+            while again and self._at(member.place).verdict is not None:
                 member.round += 1
             member.verdict, member.addresses = None, {}
             member.heard.clear()
             self._members.add(member)
-            if verdict := self._failure or self._left.get(member.place):
-                self._leave(member, verdict)
+            if verdict := self._failure or self._at(member.place).verdict:
+                self._leave([member], verdict)
 
     def leave(self, member: Member) -> None:
         """Tell a member of no further verdicts."""
@@ -177,22 +174,18 @@ class Plane(Ring):
         """
         deadline = self._now() + seconds
 
-        def absent() -> list[int]:
-            come = self._came.get(member.place, {})
-            return [process for process in member.processes if process not in come]
-
         def is_over() -> bool:
             gone = not self.news.gone.keys().isdisjoint(member.processes)
-            return gone or member.verdict is not None or not absent()
+            return gone or member.verdict is not None or come.keys() >= {*member.processes}
 
         with self._lock:
-            self._send("came", (self.process, member.place, self.address))
-            self._changed.wait_for(is_over, seconds)
-            if missing := absent():
-                others = [process for process in missing if process != self.process]
-                raise PeerFailure(others, timed_out=self._now() > deadline)
-            member.addresses = dict(self._came[member.place])
-            whole = f"{member.place}/{sorted(member.addresses.items())}"
+            come = self._at(member.place).come
+            self.send("came", self.process, member.place, self.address)
+            self._lock.wait_for(is_over, seconds)
+            if missing := [process for process in member.processes if process not in come]:
+                raise PeerFailure(missing, timed_out=self._now() > deadline)
+            member.addresses = dict(come)
+            whole = f"{member.place}/{sorted(come.items())}"
             member.meeting = purpose_of(whole).hex()
 
     def connect(self, member: Member, process: int, what: str, seconds: float) -> socket.socket:
@@ -204,13 +197,19 @@ class Plane(Ring):
             except OSError as error:
                 raise PeerFailure([process], timed_out=False) from error
         key = purpose, process
-        with self._changed:
-            self._changed.wait_for(
+        with self._lock:
+            self._lock.wait_for(
                 lambda: key in self._callers or member.verdict is not None, seconds
             )
             if key not in self._callers:
                 raise PeerFailure([process], timed_out=True)
             return ready(self._callers.pop(key).socket)
+
+    def _at(self, place: str) -> _Place:
+        """What is known of a place."""
+        found = self._places.setdefault(place, _Place())
+        trim(self._places, _PLACES)
+        return found
 
     # What processes do.
 
@@ -231,20 +230,17 @@ class Plane(Ring):
 
     def _ask(self) -> None:
         """Ask processes that are no neighbours what they do, and wait until they have answered."""
-        if not self._far():
+        far = self.news.here - {self.process, *self._near, *self.news.gone}
+        if not far:
             return
-        with self._lock:
-            self._send("ask", secrets.randbits(62))
+        if self._now() > self._asked + _SAME_ANSWER_SECONDS:
+            self.send("ask", self.process, secrets.randbits(62))
         deadline = self._now() + _ANSWER_SECONDS
-        while (left := deadline - self._now()) > 0 and self._far() - self.news.heard.keys():
+        while (left := deadline - self._now()) > 0 and self.news.unheard(far, self._asked):
             if threading.current_thread() is self._thread:
                 self._serve(left)
             else:
                 time.sleep(_HURRY_SECONDS / 5)
-
-    def _far(self) -> set[int]:
-        """The processes that tell this one what they do only if they are asked."""
-        return self.news.here - {self.process, *self._known, *self.news.gone}
 
     # Verdicts.
 
@@ -256,8 +252,11 @@ class Plane(Ring):
     def raised(self, error: BaseException) -> None:
         """Announce that an error ends this program, unless all members have a verdict."""
         if self._pid == os.getpid():  # in a forked process, the lock may be held for good
-            text = f"{type(error).__name__}: {text_of(error, 2000)}"
-            self.announce(Verdict(Cause.RAISED, self.process, text, OUTSIDE))
+            self.announce(self._raised(error, OUTSIDE))
+
+    def _raised(self, error: BaseException, where: str) -> Verdict:
+        text = f"{type(error).__name__}: {text_of(error, 2000)}"
+        return Verdict(Cause.RAISED, self.process, text, where)
 
     def forget(self) -> None:
         """Close the plane in a process that goes on."""
@@ -268,7 +267,7 @@ class Plane(Ring):
         """Say goodbye, and end the thread."""
         if self._closing or self._pid != os.getpid():
             return
-        self._tell_neighbours("goodbye")
+        self.send("gone", self.process, ENDED)
         self._closing = True
         self._wake()
         if threading.current_thread() is not self._thread:  # Python may collect a group there
@@ -285,59 +284,46 @@ class Plane(Ring):
             while not self._closing:
                 self.turn()
         except BaseException as error:
-            self._fail(error)
+            _log.critical("the control plane of rank %d has failed", self.process, exc_info=error)
+            self._failure = self._raised(error, "in its control thread")
+            with suppress(Exception):
+                self.announce(self._failure)
         with self._lock:
-            self._ended = True
             self._close_sockets()
-        if self._forgotten:
+        if self._forgotten and self._store is not None:
             # Later groups of this process meet in the store, too; it may be gone.
             with suppress(RuntimeError):
                 self._store.delete_key(str(self.process))
 
-    def _fail(self, error: BaseException) -> None:
-        """Fail the job loudly, on every rank."""
-        _log.critical("the control plane of rank %d has failed", self.process, exc_info=error)
-        text = f"{type(error).__name__}: {text_of(error, 2000)}"
-        self._failure = failure = Verdict(Cause.RAISED, self.process, text, "in its control thread")
-        with suppress(Exception):
-            self.announce(failure)
-        with self._lock:
-            for member in list(self._members):
-                self._leave(member, failure)
-
     def turn(self) -> None:
-        """One round: look at the steps, tell the neighbours, and take what has arrived."""
+        """One round: look at the steps, then wait for what arrives."""
         now = self._now()
         with self._lock:
             left = any(member.verdict is not None for member in self._members)
         pause = _HURRY_SECONDS if self.watched and left else _TICK_SECONDS
-        if self._looked and now > self._looked + pause + _LAPSE_SECONDS:
-            self._looked = now  # first read what the others have sent meanwhile
-        elif now >= self._looked + pause:
+        late = now - self._looked - pause
+        if late >= 0:
+            was_stopped = self._looked and late > _LAPSE_SECONDS
             self._looked = now
-            self._tick()
-        if now >= self._beat:
-            self._beat = now + _BEAT_SECONDS
-            self._tell_neighbours("beat", self.news.own())
-        due = min([self._looked + pause, self._due, *(at for at, _ in self._lost)])
-        self._serve(max(0.0, due - self._now()))
-
-    def _tell_neighbours(self, kind: str, body: Any = None) -> None:
-        message = encode(kind, body)
-        with self._lock:
-            for process in self.connected:
-                self._write(process, message)
-
-    def _tick(self) -> None:
-        for each in self.watched:
-            try:
-                each.tick()
-            except Exception as error:  # a failing look must not stop the control thread
-                _log.debug("the control plane could not look at a step: %s", error)
+            for each in () if was_stopped else self.watched:  # then first hear from the others
+                try:
+                    each.tick()
+                except Exception as error:  # a failing look must not stop the control thread
+                    _log.debug("the control plane could not look at a step: %s", error)
+        due = [self._looked + pause, self._due, *(at for at, _ in self._lost)]
+        self._serve(max(0.0, min(due) - self._now()))
 
     def _serve(self, seconds: float) -> None:
-        """Wait so long at most until something arrives, take it, and pass it on."""
+        """Tell the neighbours, wait so long at most until something arrives, and pass it on."""
         self._look()
+        now = self._now()
+        if now >= self._told + _STATE_SECONDS:
+            self._told = now
+            asked = now < self._asked + _ANSWER_SECONDS
+            states = [self.news.own(), *(self.news.silent(self._near) if asked else ())]
+            with self._lock:
+                for process in self.connected:
+                    self._write(process, b"".join(encode("state", *state) for state in states))
         self._wait(seconds)
         with self._lock:
             now = self._now()
@@ -348,116 +334,55 @@ class Plane(Ring):
                     self._conclude(Verdict(Cause.LOST, loss[1]), places)
             self._spread()
 
-    # News. What follows is called with the lock.
+    # What follows is called with the lock.
 
-    def _keep(self, caller: Caller) -> None:
-        """Keep a socket until this process comes to the group that it is for."""
-        if before := self._callers.pop((caller.purpose, caller.number), None):
-            before.socket.close()
-        self._callers[caller.purpose, caller.number] = caller
-        if len(self._callers) > _WAITING:
-            self._callers.popitem(last=False)[1].socket.close()
-        self._changed.notify_all()
-
-    def _send(self, kind: str, body: Any) -> None:
-        """Send news of this process."""
-        self._take(self.process, kind, body, encode(kind, body))
-        self._spread()
-
-    def _lasting(self) -> bytes:
-        return encode("beat", self.news.own()) + b"".join(self._facts)
-
-    def _spread(self) -> None:
-        """Send the neighbours the news that have come since the last time."""
-        fresh, self._fresh = self._fresh, []
-        for process in self.connected if fresh and not self._ended else ():
-            self._write(process, b"".join(data for data, source in fresh if source != process))
-
-    def _take(self, source: int, kind: str, body: Any, data: bytes) -> None:
-        """Take a message of a neighbour, or of this process, and pass it on if it is new."""
-        if kind == "beat":
-            self.news.note(body)
-            return
-        digest = blake2b(data, digest_size=16).digest()
-        answered = kind == "ask" and self._now() <= self._asked + _SAME_ANSWER_SECONDS
-        if digest in self._seen or data in self._facts or answered:
-            return
-        self._seen[digest] = None
-        _trim(self._seen, _SEEN)
-        if kind in ("gone", "came", "left"):
-            self._facts[data] = None
-            _trim(self._facts, _FACTS)
-        self._fresh.append((data, source))
-        self._learn(kind, body)
-        self._changed.notify_all()
-
-    def _learn(self, kind: str, body: Any) -> None:
-        """Learn of what is new."""
+    def _learn(self, kind: str, body: Any) -> bool:
+        now = self._now()
+        if kind == "state":
+            is_answer = self.news.note(body, self._asked)
+            return is_answer and now < self._asked + _ANSWER_SECONDS
         if kind == "ask":
-            self._answer()
-        elif kind == "state":
-            self.news.note(body)
+            if now <= self._asked + _SAME_ANSWER_SECONDS:
+                return False
+            self._asked, self._told = now, 0.0
         elif kind == "gone":
             process, how = body
             if process != self.process and self.news.gone.get(process) != ENDED:
                 self.news.gone[process] = how
                 if how == LOST:
-                    self._lost.append((self._now() + _GRACE_SECONDS, process))
+                    self._lost.append((now + _GRACE_SECONDS, process))
         elif kind == "came":
             process, place, address = body
-            self._came.setdefault(place, {})[process] = address
-            _trim(self._came, _PLACES)
+            self._at(place).come[process] = address
             self.news.here.add(process)
-        elif kind == "left":
-            process, verdict, places = body
-            for place in places:
-                self._left.setdefault(place, verdict)
-            _trim(self._left, _PLACES)
-            if process != self.process:
-                self._conclude(verdict, places)
-
-    def _note_gone(self, process: int, how: str) -> None:
-        if process not in self.news.gone or how == ENDED:
-            self._send("gone", (process, how))
-
-    def _has_come(self, process: int) -> bool:
-        return process in self.news.here
-
-    def _answer(self) -> None:
-        """Say what this process does, and what its silent neighbours did last."""
-        self._asked = self._now()
-        self.news.drop(self._far(), _SAME_ANSWER_SECONDS)
-        for state in [self.news.own(), *self.news.silent(self._known)]:
-            self._take(self.process, "state", state, encode("state", state))
-
-    # Verdicts.
+        else:
+            verdict, places = body
+            for place in map(self._at, places):
+                place.verdict = place.verdict or verdict
+            self._conclude(verdict, places)
+        return True
 
     def _conclude(self, verdict: Verdict, places: Collection[str]) -> None:
         """If a verdict is about the place of one member, leave all of them, and tell their groups.
 
         All of them: a process that has lost a replica, say, does not come to its pipeline either.
         """
-        leaving = {m.place: m for m in list(self._members) if m.verdict is None}
-        if leaving.keys().isdisjoint(places):
-            return
-        # First the news: this process may end as soon as its members have left.
-        self._send("left", (self.process, verdict, [*leaving]))
-        for member in leaving.values():
-            self._leave(member, verdict)
+        leaving = [member for member in self._members if member.verdict is None]
+        if any(member.place in places for member in leaving):
+            self._leave(leaving, verdict)
 
-    def _leave(self, member: Member, verdict: Verdict) -> None:
-        if member.verdict is not None:
-            return
-        member.verdict = verdict
-        try:
-            member.leave(verdict)
-        except Exception as error:  # the others must leave all the same
-            _log.debug("could not leave a group: %s", error)
-        member.heard.set()
-        self._changed.notify_all()
-
-
-def _trim(known: OrderedDict[Any, Any], most: int) -> None:
-    """Forget the oldest."""
-    while len(known) > most:
-        known.popitem(last=False)
+    def _leave(self, members: Sequence[Member], verdict: Verdict) -> None:
+        """Tell everyone that members have a verdict, and let them leave."""
+        leaving = [member for member in members if member.verdict is None]
+        for member in leaving:
+            member.verdict = verdict
+        try:  # first the news: this process may end as soon as its members have left
+            self.send("left", verdict, [member.place for member in leaving])
+        finally:
+            for member in leaving:
+                try:
+                    member.leave(verdict)
+                except Exception as error:  # the others must leave all the same
+                    _log.debug("could not leave a group: %s", error)
+                member.heard.set()
+            self._lock.notify_all()

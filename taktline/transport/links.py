@@ -1,9 +1,9 @@
-"""The sockets of the control plane: one to each neighbour of a process.
+"""The sockets of the control plane: one to each neighbour of a process, on which facts travel.
 
 The processes are a ring with chords. The neighbours of a process are those 1, 2, 4, … places before
-and after it: at most twice as many as the number of processes has binary digits. News get from any
-process to any other in about half as many hops, and the ring holds together unless all neighbours
-of a process are gone.
+and after it: at most twice as many as the number of processes has binary digits. A fact gets from
+any process to any other in about half as many hops, and the ring holds together unless all
+neighbours of a process are gone.
 
 Neighbours find each other's addresses in the store, once. Of two processes the one with the higher
 number calls the other. A socket that ends while its process lives is replaced.
@@ -19,6 +19,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from taktline.checks import read
 from taktline.errors import JsonError, LostRankError
-from taktline.transport.news import ENDED, LENGTH, LOST, decode, encode
+from taktline.transport.news import ENDED, LENGTH, LOST, News, decode, encode
 from taktline.transport.sockets import (
     ADDRESS,
     CONTROL,
@@ -50,6 +51,8 @@ _MOST = 1 << 20
 """More bytes than a message has."""
 _UNSENT = 1 << 22
 """How many unread bytes show that a neighbour does not listen any more."""
+_FACTS, _WAITING = 1 << 13, 1 << 8
+"""How many facts and waiting callers are remembered."""
 
 
 def neighbours(process: int, size: int) -> list[int]:
@@ -87,7 +90,6 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self.said_goodbye = False
         self._unread = bytearray()
         self._unsent = bytearray()
 
@@ -99,22 +101,20 @@ class Link:
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]
 
-    def read(self) -> list[bytes] | None:
-        """The messages that have arrived; None if the socket has ended or sent anything else."""
+    def read(self) -> list[bytes]:
+        """The messages that have arrived; an OSError if the socket has ended or sent rubbish."""
         try:
             data = self.socket.recv(1 << 16)
         except BlockingIOError:
             return []
-        except OSError:
-            return None
         if not data:
-            return None
+            raise ConnectionResetError("the socket has ended")
         self._unread += data
         found: list[bytes] = []
         while len(self._unread) >= LENGTH.size:
             end = LENGTH.size + LENGTH.unpack_from(self._unread)[0]
             if end > _MOST:
-                return None
+                raise OSError("no message is so long")
             if len(self._unread) < end:
                 break
             found.append(bytes(self._unread[:end]))
@@ -127,16 +127,14 @@ class _Neighbour:
     """What is known of a neighbour."""
 
     address: Address | None = None
+    """Where it is called, as it has said itself: then it was met."""
     link: Link | None = None
-    met: bool = False
-    """Whether it has ever said anything."""
-    gone: bool = False
     probes: int = 0
     refuses_since: float = math.inf
 
 
 class Ring:
-    """A socket to each neighbour, used on the control thread; :meth:`_write` on any thread.
+    """The sockets of one process, used on the control thread; :meth:`send` on any thread.
 
     Args:
         store: where the processes find each other's addresses, under ``name``.
@@ -150,9 +148,16 @@ class Ring:
         self.process = process
         self._network = network = network or Network()
         self._now = network.now
-        self._lock = threading.RLock()
-        """Held while anything is written, taken, or said to be gone."""
-        self._known = {number: _Neighbour() for number in neighbours(process, size)}
+        self.news = News(process, self._now)
+        self._lock = threading.Condition()
+        """Held while anything is written or learned; notified of all that is learned."""
+        self._near = {number: _Neighbour() for number in neighbours(process, size)}
+        self._facts: OrderedDict[bytes, None] = OrderedDict()
+        """The facts that are known, for neighbours that connect later."""
+        self._fresh: list[tuple[bytes, int]] = []
+        """What is to be passed on, and who has sent it."""
+        self._callers: OrderedDict[tuple[bytes, int], Caller] = OrderedDict()
+        """Processes that have called for a group, until this process takes the socket."""
         self._rounds = 0
         self._due = 0.0
         """When the next round is due."""
@@ -162,7 +167,7 @@ class Ring:
             store.check([""])  # to connect to one that is gone takes its whole timeout
             # A connection of its own, for another thread.
             own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-            self._store = PrefixStore(name, own)
+            self._store: Store | None = PrefixStore(name, own)
             self._store.set(str(process), json.dumps(self.address))
         except RuntimeError as error:
             self._listener.close()
@@ -176,22 +181,8 @@ class Ring:
         reader, self._waker = network.pair()
         self._selector.register(reader, selectors.EVENT_READ, lambda: reader.recv(4096))
 
-    # What a plane does with what arrives.
-
-    def _take(self, source: int, kind: str, body: Any, data: bytes) -> None:
-        """Take a message of a neighbour."""
-        raise NotImplementedError
-
-    def _keep(self, caller: Caller) -> None:
-        """Take a caller that does not belong to the control plane."""
-        raise NotImplementedError
-
-    def _note_gone(self, process: int, how: str) -> None:
-        """Note that a process is not there any more, and why."""
-        raise NotImplementedError
-
-    def _lasting(self) -> bytes:
-        """All that a neighbour has to know that has just connected."""
+    def _learn(self, kind: str, body: Any) -> bool:
+        """Learn of a fact or a state; returns whether others have to know it, too."""
         raise NotImplementedError
 
     # Rounds.
@@ -199,12 +190,13 @@ class Ring:
     @property
     def connected(self) -> list[int]:
         """The neighbours that are connected."""
-        return [process for process, near in self._known.items() if near.link is not None]
+        return [process for process, near in self._near.items() if near.link is not None]
 
     @property
     def missing(self) -> list[int]:
         """The neighbours that are not connected, and not known to have ended."""
-        return [p for p, near in self._known.items() if near.link is None and not near.gone]
+        near = self._near.items()
+        return [p for p, each in near if each.link is None and p not in self.news.gone]
 
     def _look(self) -> None:
         """Call the neighbours that can be found by now, and see which have ended."""
@@ -212,68 +204,85 @@ class Ring:
         if now < self._due:
             return
         for process in self.missing:
-            self._look_for(process, self._known[process])
-        late = [p for p in self.missing if self._known[p].refuses_since < now - _REFUSED_SECONDS]
-        for process in sorted(late, key=lambda p: self._known[p].refuses_since):
-            self._end(process)
+            self._look_for(process, self._near[process])
+        for process in sorted(self.missing, key=lambda p: self._near[p].refuses_since):
+            if self._near[process].refuses_since < now - _REFUSED_SECONDS:
+                self._note_gone(process, LOST)
         self._rounds += 1
         pause = _FIRST_PAUSE * self._rounds if self.missing else _PAUSE
         self._due = now + min(pause, _PAUSE)
 
     def _look_for(self, process: int, near: _Neighbour) -> None:
-        """Call a process, or see whether it lives."""
-        if process > self.process and near.probes >= _PROBES:
-            return
-        try:
-            if near.address is None and self._store.check([str(process)]):
-                near.address = read(self._store.get(str(process)), ADDRESS, what="an address")
-        except (RuntimeError, JsonError) as error:  # it cannot be found any more
-            near.gone = True
-            # The process that kept the store is gone, too, unless it is known to live.
-            if isinstance(error, RuntimeError) and not self._has_come(0):
-                with self._lock:
-                    self._note_gone(0, LOST)
-        if near.address is None:
-            return
-        now = self._now()
-        if not near.address[1]:  # it has ended, see leave_word
-            # Before any that has left since, perhaps because of this one.
-            near.refuses_since = min(near.refuses_since, now - _REFUSED_SECONDS / 2)
-            near.address = None  # perhaps that of an earlier process
-            return
-        near.probes += 1
-        try:
-            self._reach(process, near, near.address)
-        except (OSError, OverflowError, ValueError) as error:  # the latter: no address at all
-            if near.met:
-                self._end(process)
-            elif isinstance(error, ConnectionRefusedError):
-                near.refuses_since = min(near.refuses_since, now)
-                near.address = None  # perhaps that of an earlier process
-
-    def _has_come(self, process: int) -> bool:
-        """Whether a process has come, as far as is known."""
-        raise NotImplementedError
-
-    def _reach(self, process: int, near: _Neighbour, address: Address) -> None:
         """Call a process with a lower number; see whether one with a higher number listens.
 
         A process listens as long as it lives, even while it is stopped, and will call this one.
         """
-        if process > self.process:
-            self._network.probe(address)
-        else:
-            connection = self._network.call(address, self.process)
-            with self._lock:
-                self._connect(process, near, connection)
+        calls = process < self.process
+        address = near.address or self._published(process)
+        if address is None or not (calls or near.probes < _PROBES):
+            return
+        near.probes += 1
+        try:
+            if calls:
+                connection = self._network.call(address, self.process)
+                with self._lock:
+                    self._connect(process, near, connection)
+            else:
+                self._network.probe(address)
+        except (OSError, OverflowError, ValueError) as error:  # the latter: no address at all
+            if near.address is not None or not address[1]:  # it has ended, see leave_word
+                self._note_gone(process, LOST)
+            elif isinstance(error, ConnectionRefusedError):  # or that is an earlier process's
+                near.refuses_since = min(near.refuses_since, self._now())
 
-    def _end(self, process: int) -> None:
-        """Note that a process has ended without a goodbye."""
-        self._known[process].gone = True
+    def _published(self, process: int) -> Address | None:
+        """The address that a process has left in the store, if it can be found there."""
+        try:
+            if self._store is not None and self._store.check([str(process)]):
+                return read(self._store.get(str(process)), ADDRESS, what="an address")
+        except JsonError:
+            pass  # it may be written anew
+        except RuntimeError:
+            self._store = None
+            # The process that kept the store is gone, too, unless it is known to live.
+            if 0 not in self.news.here:
+                self._note_gone(0, LOST)
+        return None
+
+    # News. What follows is called with the lock.
+
+    def send(self, kind: str, *body: Any) -> None:
+        """Send a fact, or the state of this process; the kernel has it when this returns."""
         with self._lock:
-            self._note_gone(process, LOST)
+            self._take(self.process, encode(kind, *body))
+            self._spread()
 
-    # Sockets. What follows is called with the lock.
+    def _take(self, source: int, message: bytes) -> None:
+        """Take a message of a neighbour, or of this process, to be passed on if it is new."""
+        if message in self._facts:
+            return
+        kind, body = decode(message)
+        if kind == "hello":
+            self._near[source].address = body  # the store may be gone when it has to be called
+        elif self._learn(kind, body):
+            self._fresh.append((message, source))
+            self._lock.notify_all()
+            if kind != "state":
+                self._facts[message] = None
+                trim(self._facts, _FACTS)
+
+    def _spread(self) -> None:
+        """Send the neighbours what has come since the last time."""
+        fresh, self._fresh = self._fresh, []
+        for process in self.connected if fresh else ():
+            self._write(process, b"".join(data for data, source in fresh if source != process))
+
+    def _note_gone(self, process: int, how: str) -> None:
+        """Send word that a process is not there any more, and why."""
+        if self.news.gone.get(process) not in (how, ENDED):
+            self.send("gone", process, how)
+
+    # Sockets. What follows is called with the lock, too, but for the wait.
 
     def _wait(self, seconds: float) -> None:
         """Wait until something arrives, or :meth:`_wake` is called, and take it."""
@@ -289,20 +298,25 @@ class Ring:
             self._waker.send(b"\0")
 
     def _write(self, process: int, data: bytes) -> None:
-        """Send a message, if the neighbour is connected."""
-        if link := self._known[process].link:
+        """Send data, if the neighbour is connected."""
+        if link := self._near[process].link:
             link.write(data)
 
     def _accept(self) -> None:
         for caller in self._listener.accept():
-            near = self._known.get(caller.number)
+            near, key = self._near.get(caller.number), (caller.purpose, caller.number)
             if caller.purpose != CONTROL:
-                self._keep(caller)
-            elif near is None:
-                caller.socket.close()
+                dropped = self._callers.pop(key, None)
+                self._callers[key] = caller
+                if len(self._callers) > _WAITING:
+                    _, dropped = self._callers.popitem(last=False)
+                self._lock.notify_all()
             else:
-                near.met = True
-                self._connect(caller.number, near, ready(caller.socket))
+                dropped = caller if near is None else None
+                if near is not None:
+                    self._connect(caller.number, near, ready(caller.socket))
+            if dropped is not None:
+                dropped.socket.close()
 
     def _connect(self, process: int, near: _Neighbour, connection: socket.socket) -> None:
         """Note the socket of a neighbour, and greet it."""
@@ -313,43 +327,24 @@ class Ring:
         self._selector.register(
             connection, selectors.EVENT_READ, lambda: self._read(process, near, link)
         )
-        link.write(encode("hello", self.address) + self._lasting())
+        state = encode("state", *self.news.own())
+        link.write(b"".join([encode("hello", *self.address), state, *self._facts]))
 
     def _read(self, process: int, near: _Neighbour, link: Link) -> None:
         try:
-            messages = link.read()
-            for data in messages or ():
-                kind, body = decode(data[LENGTH.size :])
-                near.met = True
-                if kind == "goodbye":
-                    link.said_goodbye = True
-                elif kind == "hello":
-                    near.address = body  # the store may be gone when it has to be called
-                else:
-                    self._take(process, kind, body, data)
-        except JsonError:
-            messages = None
-        if messages is None:
-            self._lose(process, near, link)
+            for message in link.read():
+                self._take(process, message)
+        except (OSError, JsonError):
+            self._drop(link)
+            if near.link is link:
+                near.link = None
+                if near.address is not None:
+                    self._due = 0.0
 
     def _drop(self, link: Link) -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(link.socket)
         link.socket.close()
-
-    def _lose(self, process: int, near: _Neighbour, link: Link) -> None:
-        """Let go of a socket that has ended: with its process, or alone."""
-        self._drop(link)
-        if near.link is not link:
-            return
-        near.link = None
-        if link.said_goodbye:
-            near.gone = True
-            self._note_gone(process, ENDED)
-        elif near.met:
-            self._due = 0.0
-        else:
-            near.address = None  # perhaps that of an earlier process
 
     def _close_sockets(self) -> None:
         """Close all sockets; in a forked process, those of its parent stay open."""
@@ -359,3 +354,9 @@ class Ring:
         self._selector.close()
         self._listener.close()
         self._waker.close()
+
+
+def trim(known: OrderedDict[Any, Any], most: int) -> None:
+    """Forget the oldest."""
+    while len(known) > most:
+        known.popitem(last=False)

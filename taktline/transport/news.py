@@ -3,22 +3,21 @@
 A message is a kind and a body, as JSON, with its length first. Neighbours tell each other::
 
     hello     the first message: where the sender can be called; then all facts that it knows
-    beat      what the sender is doing, twice a second
-    goodbye   the last message of a program that ends in order
+    state     what the sender is doing, twice a second
 
-The others are news, which everyone has to know, and which are passed on::
+The others are facts. They stay true, everyone has to know them, and they are passed on::
 
-    ask       the question what all are doing
-    state     what a process is doing
     gone      that a process is not there any more, and why
     came      that a process has come to the place where a group meets, and its address
-    left      that a process has left places because of a verdict, and that verdict
+    left      that some process has left places because of a verdict, and that verdict
+    ask       that a process asks what all are doing: for a while, states are passed on, too
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -32,11 +31,11 @@ from taktline.transport.exchange import restored
 from taktline.transport.sockets import ADDRESS
 
 SILENT_SECONDS = 2.0
-"""After how long without a word a process counts as silent: that is four beats."""
+"""After how long without a word a process counts as silent: that is four states."""
 COMPUTES = "computes"
 """What a process is doing that does not wait for others, as far as can be seen."""
 ENDED, LOST = "has ended", "is lost"
-"""Why a process is not there any more: after a goodbye, or without."""
+"""Why a process is not there any more: it has said goodbye, or has not."""
 OUTSIDE = "outside of a step"
 """The place of a rank that has finished every exchange in which it took part."""
 LENGTH = struct.Struct("<I")
@@ -119,46 +118,47 @@ class Verdict:
         return LostRankError(text, peer=self.process)
 
 
-_STATE = (int, int, float, str, bool)
 _SHAPES: dict[str, Any] = {
     "hello": ADDRESS,
-    "beat": _STATE,
-    "goodbye": None,
-    "ask": int,
-    "state": _STATE,
+    "state": (int, int, float, str, bool),
+    "ask": (int, int),
     "gone": (int, str),
     "came": (int, str, ADDRESS),
-    "left": (int, (str, int, str, str, str), [str]),
+    "left": ((str, int, str, str, str), [str]),
 }
 
 
-def encode(kind: str, body: Any = None) -> bytes:
+def encode(kind: str, *body: Any) -> bytes:
     """The bytes of a message, with their length first."""
     data = json.dumps([kind, body], default=astuple).encode()
     return LENGTH.pack(len(data)) + data
 
 
-def decode(data: bytes) -> tuple[str, Any]:
+def decode(message: bytes) -> tuple[str, Any]:
     """The kind and the body of a message; raises a :class:`JsonError` if it is none.
 
-    >>> decode(encode("gone", (3, "is lost"))[4:])
+    >>> decode(encode("gone", 3, "is lost"))
     ('gone', (3, 'is lost'))
     """
-    kind, body = read(data, (str, object), what=_WHAT)
+    kind, body = read(message[LENGTH.size :], (str, object), what=_WHAT)
     if kind not in _SHAPES:
         raise JsonError(_WHAT, f"no kind is {kind[:40]!r}")
     conform(body, _SHAPES[kind], what=_WHAT)
-    if kind in ("beat", "state"):
+    if kind == "state":
         return kind, State(*body)
     if kind == "came":
         process, place, address = body
         return kind, (process, place, tuple(address))
     if kind == "left":
-        process, (cause, *rest), places = body
+        (cause, *rest), places = body
         if cause not in list(Cause):
             raise JsonError(_WHAT, f"nothing is {cause[:40]!r}")
-        return kind, (process, Verdict(Cause(cause), *rest), places)
-    return kind, tuple(body) if isinstance(body, list) else body
+        return kind, (Verdict(Cause(cause), *rest), places)
+    return kind, tuple(body)
+
+
+_WAITS = 4
+"""The highest innocence: of a process that waits for others."""
 
 
 class Heard(NamedTuple):
@@ -194,71 +194,74 @@ class News:
             text, busy = "cannot say what it is doing", True
         return State(self._process, self._count, 0.0, text[:_LONGEST_STATE], busy)
 
-    def note(self, said: State) -> None:
-        """Note what a process was doing, unless something newer is known."""
-        known = self.heard.get(said.process)
-        if said.process != self._process and (known is None or known.said.number < said.number):
-            now = self._now()
-            self.here.add(said.process)
-            self.heard[said.process] = Heard(now - said.age, said, now)
+    def note(self, said: State, since: float) -> bool:
+        """Note what a process was doing; returns whether it had not been heard of since a time."""
+        known, now = self.heard.get(said.process), self._now()
+        is_old = known is not None and said.number < known.said.number
+        if is_old or said.process == self._process:
+            return False
+        self.here.add(said.process)
+        self.heard[said.process] = Heard(now - said.age, said, now)
+        return known is None or known.came < since
+
+    def unheard(self, processes: Iterable[int], since: float) -> bool:
+        """Whether any of these processes has not been heard of since a time."""
+        return any(p not in self.heard or self.heard[p].came < since for p in processes)
 
     def silent(self, processes: Iterable[int]) -> list[State]:
         """What those of the processes did that have not said anything for a while."""
         return [
-            last.said._replace(age=self._age(last))
+            self.heard[process].said._replace(age=self._age(process))
             for process in processes
-            if (last := self.heard.get(process)) and self._age(last) > SILENT_SECONDS
+            if process in self.heard and self._age(process) > SILENT_SECONDS
         ]
-
-    def drop(self, processes: Iterable[int], seconds: float) -> None:
-        """Forget what was heard of processes more than so many seconds ago."""
-        until = self._now() - seconds
-        for process in processes:
-            if process in self.heard and self.heard[process].came < until:
-                del self.heard[process]
 
     def lives(self, process: int) -> bool:
         """Whether a process has been heard of just now."""
-        heard = self.heard.get(process)
-        return heard is not None and self._age(heard) <= SILENT_SECONDS and process not in self.gone
+        return self._age(process) <= SILENT_SECONDS and process not in self.gone
 
     def report(self, processes: Iterable[int]) -> str:
         """A line for each of these processes: what it is doing."""
         return "\n".join(f"  rank {process}: {self._doing(process)}" for process in processes)
 
-    def stalled(self, everyone: Collection[int], awaited: Collection[int], what: str) -> Verdict:
+    def stalled(self, everyone: Iterable[int], awaited: Collection[int], what: str) -> Verdict:
         """A verdict on the process that holds up the others: a silent, busy or absent one.
 
         It may be in none of the groups of this process: a rank that waits for it holds up others.
         Of several, it is one that is awaited here. If there is none, the verdict says so.
         """
-        others = sorted(set(everyone) - {self._process})
-        others.sort(key=lambda process: process not in awaited)
-        signs: list[Callable[[Heard | None], bool]] = [
-            lambda heard: heard is not None and self._age(heard) > SILENT_SECONDS,
-            lambda heard: heard is not None and f": {COMPUTES}" in heard.said.text,
-            lambda heard: heard is not None and not heard.said.busy,
-            lambda heard: heard is None,
-        ]
-        suspects = [p for sign in signs for p in others if sign(self.heard.get(p))]
-        suspects += self._elsewhere(others)
+        group = {*everyone, self._process}
+        others = sorted(group - {self._process}, key=lambda p: (p not in awaited, p))
+        suspect = min(others, key=self._innocence)
         where = f"rank {self._process} waits for {what}" if what else ""
-        if not suspects:
-            unknown = "all wait for each other: which rank holds them up cannot be told"
-            where = f"{where}; {unknown}" if where else unknown
-        report = self.report(sorted({*everyone, self._process}))[:_LONGEST]
-        suspect = [*suspects, *others][0]
+        if self._innocence(suspect) == _WAITS:
+            elsewhere = self._elsewhere(others)
+            suspect = suspect if elsewhere is None else elsewhere
+            if elsewhere is None:
+                unknown = "all wait for each other: which rank holds them up cannot be told"
+                where = f"{where}; {unknown}" if where else unknown
+        report = self.report(sorted(group))[:_LONGEST]
         return Verdict(Cause.STALLED, suspect, report, f"({where})" if where else "")
 
-    def _age(self, heard: Heard) -> float:
-        return self._now() - heard.time
+    def _innocence(self, process: int) -> int:
+        """How little speaks for it that a process holds up the others."""
+        if process not in self.heard:
+            return _WAITS - 1
+        said = self.heard[process].said
+        signs = [self._age(process) > SILENT_SECONDS, f": {COMPUTES}" in said.text, not said.busy]
+        return signs.index(True) if any(signs) else _WAITS
 
-    def _elsewhere(self, others: Collection[int]) -> list[int]:
+    def _elsewhere(self, others: Collection[int]) -> int | None:
         """The process that is in another call than all the others, if there is one."""
-        calls = {p: self.heard[p].said.text.split(" for ")[0] for p in others if p in self.heard}
-        counts = Counter([*calls.values(), self.own().text.split(" for ")[0]])
-        alone = [p for p, call in calls.items() if counts[call] == 1]
-        return alone if len(counts) == 2 and len(alone) == 1 else []
+        said = {p: self.heard[p].said.text for p in others} | {self._process: self.own().text}
+        calls = {process: text.split(" for ")[0] for process, text in said.items()}
+        counts = Counter(calls.values())
+        alone = [process for process in others if counts[calls[process]] == 1]
+        return alone[0] if len(counts) == 2 and len(alone) == 1 else None
+
+    def _age(self, process: int) -> float:
+        """How many seconds ago a process has said what it does."""
+        return self._now() - self.heard[process].time if process in self.heard else math.inf
 
     def _doing(self, process: int) -> str:
         """What a process is doing, as far as it has said."""
@@ -266,10 +269,9 @@ class News:
             return self.own().text
         if reason := self.gone.get(process):
             return f"{reason} (its process)"
-        heard = self.heard.get(process)
-        if heard is None:
+        if process not in self.heard:
             return "has sent nothing yet"
-        if self._age(heard) <= SILENT_SECONDS:
-            return heard.said.text
-        silence = f"silent for {self._age(heard):.0f} seconds (stopped, or cut off)"
-        return f"{silence}; then: {heard.said.text}"
+        said, age = self.heard[process].said.text, self._age(process)
+        if age <= SILENT_SECONDS:
+            return said
+        return f"silent for {age:.0f} seconds (stopped, or cut off); then: {said}"

@@ -230,7 +230,7 @@ class Simulation(Network):
                 plane.meet(member, 0.0)
         return self.run(
             lambda: all(
-                p._came.get(m.place, {}).keys() == {*m.processes}
+                p._at(m.place).come.keys() == {*m.processes}
                 for p, m in zip(self.planes, self.members, strict=True)
             )
         )

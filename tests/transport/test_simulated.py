@@ -66,7 +66,7 @@ def test_many_deaths_at_once(world: Simulation) -> None:
 
 
 def test_an_end_in_order_is_known_to_all_and_no_fault(world: Simulation) -> None:
-    world.planes[30]._tell_neighbours("goodbye")
+    world.planes[30].send("gone", 30, ENDED)
     world.settle()
     world.kill(30)
     world.hear_of({30})
@@ -91,7 +91,7 @@ def test_who_has_come_is_heard_of_past_those_who_have_died() -> None:
         world.kill(process)
     with suppress(PeerFailure):
         world.planes[32].meet(world.members[32], 0.0)
-    world.run(lambda: 32 in world.planes[37]._came.get(world.members[37].place, {}))
+    world.run(lambda: 32 in world.planes[37]._at(world.members[37].place).come)
 
 
 def test_who_asks_hears_of_all_and_of_those_who_are_silent() -> None:
@@ -104,8 +104,7 @@ def test_who_asks_hears_of_all_and_of_those_who_are_silent() -> None:
     world.run(lambda: world.time > 5.0)
     before = world.messages
     for asking in (0, 7):
-        with world.planes[asking]._lock:
-            world.planes[asking]._send("ask", 100 + asking)
+        world.planes[asking].send("ask", asking, 100 + asking)
     heard = [world.planes[asking].news.heard for asking in (0, 7)]
     world.run(lambda: all(len(each) == 63 for each in heard))
     assert (world.messages - before) / 64 < 8 * 11  # batches: not one for each state and neighbour

@@ -45,11 +45,10 @@ SAID: dict[str, Any] = {
 VERDICT = Verdict(Cause.RAISED, 3, "no", "in 1F0")
 CONTROL: list[tuple[str, Any]] = [
     ("hello", ("::1", 1, "token", "")),
-    ("beat", control.State(1, 2, 0.5, "größer", True)),
-    ("ask", 7),
+    ("ask", (1, 7)),
     ("gone", (3, "is lost")),
-    ("left", (2, VERDICT, ["here"])),
-    ("state", control.State(1, 2, 0.5, "waits", True)),
+    ("left", (VERDICT, ["here"])),
+    ("state", control.State(1, 2, 0.5, "größer", True)),
     ("came", (0, "here", ("::1", 1, "token", ""))),
 ]
 
@@ -62,7 +61,8 @@ def draw(random: Random) -> tuple[str, bytes]:
     elif kind == "introduction":
         text = json.dumps(SAID)
     elif kind == "control":
-        text = control.encode(*random.choice(CONTROL))[4:].decode()
+        what, body = random.choice(CONTROL)
+        text = control.encode(what, *body)[4:].decode()
     else:
         error = tl.StageError(rank=1, stage=2, microbatch=0, action="2F0", reason="no")
         text = json.dumps([type(error).__name__, str(error), vars(error)])
@@ -89,6 +89,7 @@ def try_(input: tuple[str, bytes]) -> None:
         said = read(text.decode("utf-8", "replace"), INTRODUCTION, what="an introduction")
         misfit([said, SAID], [0, 1])
     elif kind == "control":
-        control.encode(*control.decode(text))
+        what, body = control.decode(b"    " + text)
+        control.encode(what, *body)
     else:
         str(exchange.restored(text.decode("utf-8", "replace"), 1))
