@@ -5,6 +5,7 @@ Also what is the same over all transports: that of a single rank, and turns of t
 
 from __future__ import annotations
 
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -61,10 +62,10 @@ def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class Frame(NamedTuple):
-    """What a rank brings to an exchange: the purpose, and its numbers."""
+    """What a rank brings to an exchange: the purpose, and its data."""
 
     what: str
-    numbers: list[int]
+    data: bytes
 
 
 class Transport(ABC):
@@ -93,30 +94,38 @@ class Transport(ABC):
     def _gather(self, mine: Frame) -> list[Frame]:
         """What each rank brings to an exchange."""
 
-    def exchange(
-        self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
-    ) -> list[list[int]]:
-        """Return the numbers of every rank; all ranks take part.
+    def share(self, data: bytes, what: str) -> list[bytes]:
+        """Return the bytes of every rank; all ranks take part.
 
-        Args:
-            numbers: 64 bits each; equally many on each rank, unless ``ragged``.
-            what: the purpose. If ranks pass different texts, they are in different calls, and all
-                of them raise a :class:`MismatchError`.
-            ragged: whether ranks may pass different amounts.
+        ``what`` is the purpose. If ranks pass different texts, they are in different calls, and all
+        of them raise a :class:`MismatchError`.
         """
-        frames = self._gather(Frame(what, list(numbers)))
+        frames = self._gather(Frame(what, data))
         calls = [frame.what for frame in frames]
         if len(set(calls)) > 1:
             raise MismatchError(
                 f"the ranks disagree on the call: {by_rank(calls)}; make the same calls in the "
                 "same order on every rank"
             )
-        counts = [len(frame.numbers) for frame in frames]
+        return [frame.data for frame in frames]
+
+    def exchange(
+        self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
+    ) -> list[list[int]]:
+        """Return the numbers of every rank, as :meth:`share` does.
+
+        Args:
+            numbers: 64 bits each; equally many on each rank, unless ``ragged``.
+            what: the purpose.
+            ragged: whether ranks may pass different amounts.
+        """
+        rows = self.share(struct.pack(f"<{len(numbers)}q", *numbers), what)
+        counts = [len(row) // 8 for row in rows]
         if not ragged and len(set(counts)) > 1:
             raise TransportError(
                 f"{what} takes equally many numbers of each rank, but got {by_rank(counts)}"
             )
-        return [list(frame.numbers) for frame in frames]
+        return [list(struct.unpack_from(f"<{len(row) // 8}q", row)) for row in rows]
 
 
 class Alone(Transport):

@@ -198,9 +198,7 @@ class Plane(Ring):
                 raise PeerFailure([process], timed_out=False) from error
         key = purpose, process
         with self._lock:
-            self._lock.wait_for(
-                lambda: key in self._callers or member.verdict is not None, seconds
-            )
+            self._lock.wait_for(lambda: key in self._callers or member.verdict is not None, seconds)
             if key not in self._callers:
                 raise PeerFailure([process], timed_out=True)
             return ready(self._callers.pop(key).socket)

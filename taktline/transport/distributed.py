@@ -1,22 +1,22 @@
 """Ranks as processes, over torch.distributed: gloo or nccl.
 
-Numbers are gathered over plain sockets. Up to four ranks send theirs to each other directly. More
-ranks pass on what they have to the rank 1, 2, 4, … places further, so that all have everything
-after as many rounds as the number of ranks has binary digits::
+Exchanges go over plain sockets. Up to four ranks send their data to each other directly. More ranks
+pass on what they have to the rank 1, 2, 4, … places further, so that all have everything after as
+many rounds as the number of ranks has binary digits::
 
-    rank 0  ──►  rank 1      round 1: one rank's numbers
-    rank 0  ──►  rank 2      round 2: the numbers of two ranks
-    rank 0  ──►  rank 4      round 3: the numbers of four ranks
+    rank 0  ──►  rank 1      round 1: one rank's data
+    rank 0  ──►  rank 2      round 2: the data of two ranks
+    rank 0  ──►  rank 4      round 3: the data of four ranks
 
 Not a collective of gloo: if one of its writes fails while another rank's message comes in, two of
 its threads deadlock.
 
 What a rank sends is a frame. Its purpose is in it, so that a mix-up can be reported::
 
-    word 0     version of this format, with a mark
-    word 1     how many numbers there are
-    word 2 …   the purpose of the exchange, a text of up to 48 bytes
-    word 8 …   the numbers
+    byte 0     version of this format, with a mark
+    byte 8     how many bytes of data there are
+    byte 16    the purpose of the exchange, a text of up to 48 bytes
+    byte 64    the data
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _NOTHING = torch.empty(0)
 """Frames go as the marks of a message, without a tensor."""
 _FEW = 4
 """The most ranks that all send their numbers to each other directly."""
-_MARK = 0x7A4B74616B740002
+_MARK = 0x7A4B74616B740003
 """The last two bytes are the version."""
 _HEAD = struct.Struct("<2q48s")
-_MOST = 1 << 24
-"""More numbers than an exchange takes: 128 MiB."""
+_MOST = 1 << 27
+"""More bytes than an exchange takes."""
 
 _NEWS_SECONDS, _LATE_NEWS_SECONDS = 1.6, 0.25
 """How long to wait for the verdict when a connection has ended, or a wait has timed out."""
@@ -79,33 +79,31 @@ _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 def packed(frame: Frame) -> bytes:
     """The bytes of a frame."""
-    what, numbers = frame
-    count = len(numbers)
-    if count > _MOST:
-        raise TransportError(f"{what} takes {count:,} numbers; at most {_MOST:,} can be shared")
-    return _HEAD.pack(_MARK, count, what.encode()[:48]) + struct.pack(f"<{count}q", *numbers)
+    what, data = frame
+    if len(data) > _MOST:
+        raise TransportError(f"{what} takes {len(data):,} bytes; at most {_MOST:,} can be shared")
+    return _HEAD.pack(_MARK, len(data), what.encode()[:48]) + data
 
 
 def size_of(data: bytes | bytearray, at: int, rank: int) -> int | None:
     """The number of bytes of a rank's frame at an offset; None if its head is not complete."""
     if len(data) - at < _HEAD.size:
         return None
-    mark, count, _ = _HEAD.unpack_from(data, at)
+    mark, size, _ = _HEAD.unpack_from(data, at)
     if mark != _MARK:
         raise TransportError(
             f"rank {rank} has sent no message of an exchange, or one of another version; "
             "install the same version of Taktline on every rank"
         )
-    if not 0 <= count <= _MOST:
-        raise TransportError(f"rank {rank} announces {count:,} numbers, more than there can be")
-    return _HEAD.size + 8 * count
+    if not 0 <= size <= _MOST:
+        raise TransportError(f"rank {rank} announces {size:,} bytes, more than there can be")
+    return _HEAD.size + size
 
 
 def unpacked(data: bytes) -> Frame:
     """The frame in these bytes, which are all of it."""
-    _, count, what = _HEAD.unpack_from(data)
-    numbers = struct.unpack_from(f"<{count}q", data, _HEAD.size)
-    return Frame(what.rstrip(b"\0").decode(errors="replace"), list(numbers))
+    what = _HEAD.unpack_from(data)[2]
+    return Frame(what.rstrip(b"\0").decode(errors="replace"), data[_HEAD.size :])
 
 
 class AllGather:

@@ -7,8 +7,6 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from taktline import errors
 from taktline.checks import Either, read
 from taktline.errors import JsonError, TaktlineError, TransportError, text_of
@@ -50,10 +48,8 @@ def as_floats(bits: Sequence[int]) -> tuple[float, ...]:
 
 def share_texts(transport: Transport, text: str, what: str = "an exchange of texts") -> list[str]:
     """Return the text of every rank; all ranks take part, with the same purpose."""
-    data = text.encode(errors="surrogatepass")
-    words = np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), "<i8").tolist()
-    rows = transport.exchange([len(data), *words], what, ragged=True)
-    return [_text_in(row, rank, what) for rank, row in enumerate(rows)]
+    rows = transport.share(text.encode(errors="surrogatepass"), what)
+    return [data.decode(errors="replace") for data in rows]
 
 
 def share_values(
@@ -67,13 +63,6 @@ def share_values(
     """
     texts = share_texts(transport, json.dumps(value), call)
     return [read(text, shape, what=f"{what} of rank {rank}") for rank, text in enumerate(texts)]
-
-
-def _text_in(row: list[int], rank: int, what: str) -> str:
-    if not row or not 0 <= row[0] <= 8 * (len(row) - 1):
-        raise TransportError(f"rank {rank} has sent no text ({what})")
-    data = np.array(row[1:], "<i8").tobytes()[: row[0]]
-    return data.decode(errors="replace")
 
 
 def share_error(transport: Transport, error: TaktlineError | None) -> TaktlineError | None:

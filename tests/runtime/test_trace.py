@@ -360,8 +360,9 @@ class FarAway(Transport):
 
     def _gather(self, mine: Frame) -> list[Frame]:
         time.sleep(0.001)
-        shown = self._ahead if len(mine.numbers) > 1 else 0
-        return [mine, Frame(mine.what, [number + shown for number in mine.numbers])]
+        numbers = np.frombuffer(mine.data, np.int64)
+        shown = self._ahead if len(numbers) > 1 else 0
+        return [mine, Frame(mine.what, (numbers + shown).tobytes())]
 
     def open(self, channels: Sequence[Channel]) -> None: ...
 

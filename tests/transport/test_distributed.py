@@ -422,10 +422,10 @@ def test_local_ranks_in_different_exchanges() -> None:
     [
         ([0, 0], "rank 3 has sent no message of an exchange, or one of another version;"),
         ([distributed._MARK + 1, 0], "rank 3 has sent no message of an exchange, or one of"),
-        ([distributed._MARK, -1], "rank 3 announces -1 numbers, more than there can be"),
+        ([distributed._MARK, -1], "rank 3 announces -1 bytes, more than there can be"),
         (
             [distributed._MARK, 2**60],
-            "rank 3 announces 1,152,921,504,606,846,976 numbers, more",
+            "rank 3 announces 1,152,921,504,606,846,976 bytes, more",
         ),
     ],
 )
@@ -437,17 +437,14 @@ def test_an_invalid_frame(words: list[int], text: str) -> None:
 
 
 def test_what_an_exchange_is_for_may_be_any_bytes() -> None:
-    frame = distributed.packed(Frame("x", [1]))
+    frame = distributed.packed(Frame("x", b"1"))
     frame = frame[:16] + b"\xff" * 48 + frame[64:]
     assert set(distributed.unpacked(frame).what) == {"\ufffd"}
 
 
 def test_an_exchange_has_its_limits() -> None:
-    numbers = [0] * (distributed._MOST + 1)
-    with pytest.raises(
-        TransportError, match=r"a trace takes 16,777,217 numbers; at most 16,777,21"
-    ):
-        distributed.packed(Frame("a trace", numbers))
+    with pytest.raises(TransportError, match=r"a trace takes 134,217,729 bytes; at most 134,217,7"):
+        distributed.packed(Frame("a trace", bytes(distributed._MOST + 1)))
 
 
 WHAT = "(activations from rank 0 to rank 1)"

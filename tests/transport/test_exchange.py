@@ -23,7 +23,6 @@ from taktline.errors import (
 )
 from taktline.plan import Plan, validate
 from taktline.transport import exchange, local, transport_of
-from taktline.transport.base import Alone
 from taktline.transport.exchange import share_error, share_texts
 
 SAMPLES: dict[str, TaktlineError] = {
@@ -195,10 +194,3 @@ def test_an_invalid_error(text: str, start: str, monkeypatch: pytest.MonkeyPatch
     _, other = shared_errors([MismatchError("no"), None])
     assert type(other) is TransportError
     assert str(other).startswith(start)
-
-
-@pytest.mark.parametrize("row", [[], [-1], [9, 0], [2**62, 1]])
-def test_an_invalid_text(row: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Alone, "exchange", lambda *_, **__: [row])
-    with pytest.raises(TransportError, match="rank 0 has sent no text"):
-        share_texts(Alone(), "a text")

@@ -25,7 +25,7 @@ def draw(random: Random) -> tuple[str, bytes]:
         head = [status, *(random.choice(NUMBERS) for _ in range(2))]
         return "head", struct.pack("<3q", *head) + random.randbytes(80)
     numbers = [random.choice(NUMBERS) for _ in range(random.randrange(6))]
-    data = frames.packed(Frame("step()", numbers))
+    data = frames.packed(Frame("step()", struct.pack(f"<{len(numbers)}q", *numbers)))
     for _ in range(random.randrange(4)):
         word = struct.pack("<q", random.choice([*NUMBERS, frames._MARK]))
         at = 8 * random.randrange(len(data) // 8)
