@@ -34,7 +34,7 @@ def test_a_circle_is_found() -> None:
 
 
 BUDGETS = {
-    **{"plan": 3_503, "stage": 1_776, "transport": 3_708, "runtime": 5_786, "train": 3_288},
+    **{"plan": 3_503, "stage": 1_776, "transport": 3_587, "runtime": 5_786, "train": 3_288},
     **{"checkpoint": 1_926, "render": 894, "cli": 1_538, "compat": 2_253, "split": 4_017},
     "": 1_809,
 }
