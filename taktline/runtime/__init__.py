@@ -8,7 +8,7 @@ from taktline.runtime.microbatch import (
     merge_chunks,
     split_args_kwargs_into_chunks,
 )
-from taktline.runtime.named_schedules import (
+from taktline.runtime.schedule import (
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleFromPlan,

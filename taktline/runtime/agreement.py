@@ -1,32 +1,36 @@
-"""Agreement among ranks: what each says of its call, and the first difference.
+"""Agreement among ranks: what each says of its call, the first difference, and shared losses.
 
 Ranks share one record before a step and one at its end. If a rank has an error, all ranks raise it;
-otherwise the first field in which records differ is named by a table. Data is compared by
-fingerprints.
+otherwise the first field in which records differ is named by a table.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from taktline import pytree
+from taktline.checks import warn
 from taktline.errors import BatchError, MismatchError, StageError, TaktlineError, text_of
-from taktline.meta import local
-from taktline.runtime.feed import Feed, LossRelay, losses_as_numbers, put_losses
-from taktline.runtime.microbatch import Batch
+from taktline.runtime.microbatch import Batch, Feed, LossWeights, bounds
 from taktline.runtime.program import Failure
 from taktline.runtime.replicas import Replicas
 from taktline.text import by_rank, counted
-from taktline.transport import Transport
+from taktline.transport import Channel, Handle, Transport
 from taktline.transport.distributed import Distributed
-from taktline.transport.exchange import retold, share_error, share_values
+from taktline.transport.exchange import (
+    as_floats,
+    as_integers,
+    retold,
+    share_error,
+    share_values,
+)
 
 
 class Record(NamedTuple):
@@ -38,12 +42,10 @@ class Record(NamedTuple):
     step: int = 0  # training steps so far
     shares: int = 0  # whether every rank gets the losses
     traces: int = 0
-    plan: int = 0
     batch: int = 0  # rows; 0 if the rank got no batch
     target: int = 0  # rows, unless the target has a chunk spec of its own
     inputs: int = 0  # a digest of the shapes and types of the arguments
-    compared: int = 0  # the call whose data has these fingerprints; 0 for none
-    arguments: int = 0
+    arguments: int = 0  # a digest of data; 0 if there is none, or it is not compared now
     targets: int = 0
     skips: int = 0  # at the end: whether stages have got skips
     preempted: int = 0  # at the end: whether the rank was asked to stop
@@ -82,7 +84,7 @@ _ONE_BATCH = (
     "draw it from a generator of its own, or read it on one rank and hand it on with "
     "pipe.loader(…)"
 )
-SAME_STEP = (
+_COMMON = (
     Field(
         "schedule",
         "the ranks step different schedules, counted by their first steps",
@@ -100,8 +102,6 @@ SAME_STEP = (
         "the ranks disagree on the number of training steps so far",
         "set steps on every rank when you resume",
     ),
-)
-SAME_KIND = (
     Field(
         "shares",
         "the ranks disagree on the value of share_losses",
@@ -115,39 +115,36 @@ SAME_KIND = (
         bool,
     ),
     Field(
-        "plan",
-        "the ranks run different plans",
-        "step the same schedule on every rank",
-        lambda digest: f"{digest:015x}"[:8],
-    ),
-    Field(
         "batch",
         "the batch has different sizes",
         "pass every rank its part of one batch",
         optional=True,
     ),
 )
-SAME_DATA = (
+_DATA = (
     Field("arguments", "the ranks were given different arguments", _ONE_BATCH, _digest, True),
     Field("targets", "the ranks were given different targets", _ONE_BATCH, _digest, True),
 )
 
 
-def difference(table: Sequence[Field], ranks: Sequence[Any]) -> str | None:
-    """The first field of a table that differs among the ranks, in words; None if none does."""
+def difference(records: Sequence[Record]) -> str | None:
+    """Why the ranks with these records are not in one step, in words; None if they are."""
+    return _first(_COMMON, records) or _other_rows(records) or _first(_DATA, records)
+
+
+def _first(table: Sequence[Field], records: Sequence[Record]) -> str | None:
+    """The first field of a table that differs among the ranks."""
     for name, what, advice, show, optional in table:
-        values = [getattr(rank, name) for rank in ranks]
+        values = [getattr(record, name) for record in records]
         given = [value for value in values if value or not optional]
-        if given and given.count(given[0]) != len(given):
+        if given and given.count(given[0]) < len(given):
             shown = [show(value) if value or not optional else None for value in values]
             return f"{what}: {by_rank(shown)}; {advice}"
     return None
 
 
-def other_kind(records: Sequence[Record]) -> str | None:
-    """Why ranks in one step have no common batch for it; None if they have."""
-    if reason := difference(SAME_KIND, records):
-        return reason
+def _other_rows(records: Sequence[Record]) -> str | None:
+    """Why a target does not have the rows of the batch."""
     batch = max(record.batch for record in records)
     for rank, record in enumerate(records):
         # Not always equal: a target may have one entry a token.
@@ -157,11 +154,7 @@ def other_kind(records: Sequence[Record]) -> str | None:
                 f"{record.target}; pass arguments and target of one batch, with as many entries "
                 "for each row, or say with target_chunk_spec=… how the target is cut by itself"
             )
-    # Some GPU may have found what another one still computes.
-    latest = max(record.compared for record in records)
-    unknown = {"arguments": 0, "targets": 0}
-    known = [each if each.compared == latest else each._replace(**unknown) for each in records]
-    return difference(SAME_DATA, known)
+    return None
 
 
 class Agreement:
@@ -171,7 +164,6 @@ class Agreement:
         self._transport = transport
         self._replicas = replicas
         self._feed = feed
-        self._processes = transport if isinstance(transport, Distributed) else None
         self.relay: LossRelay | None = None
         """Carries losses to the other ranks where reading them would wait for a GPU."""
         self.asks_to_stop: Callable[[], bool] | None = None
@@ -197,8 +189,7 @@ class Agreement:
             if error is not None:
                 raise error
             return [mine]
-        numbers = [*mine[:-1], *mine.losses]
-        records = Record.read(self._transport.exchange(numbers, what))
+        records = Record.read(self._transport.exchange([*mine[:-1], *mine.losses], what))
         if self.relay is not None:
             self.relay.settle()
         if any(record.failed for record in records):
@@ -212,17 +203,16 @@ class Agreement:
         feed, relayed = self._feed, None
         # One process has all losses, and need not wait.
         shares = feed.call.share_losses and self._transport.size > 1
+        asks = self.asks_to_stop is not None and self.asks_to_stop()
+        mine = mine._replace(failed=int(failure is not None), preempted=int(asks))
         with self.with_replicas(what):
             if shares:
                 # A rank that has failed may lack some losses; no rank reads them then.
-                said = Feed(microbatches=feed.microbatches) if failure else feed
+                count = feed.microbatches
+                said = Feed(microbatches=count, scales=[0.0] * count) if failure else feed
                 if self.relay is not None:
                     relayed = self.relay.share(said.losses, said.microbatches)
                 mine = mine._replace(losses=losses_as_numbers(said, relayed))
-            mine = mine._replace(
-                failed=int(failure is not None),
-                preempted=int(self.asks_to_stop is not None and self.asks_to_stop()),
-            )
             records = self.share(mine, None if failure is None else failure.error, what)
             self.preempted = any(record.preempted for record in records)
             if shares:
@@ -242,23 +232,15 @@ class Agreement:
         """An error from before or after the program, with its rank."""
         return located(error, self._transport, BatchError)
 
-    def has_verdict(self) -> bool:
-        """Whether the ranks know that one of them has failed."""
-        return self._processes is not None and self._processes.verdict is not None
-
-    def cause(self, error: BaseException) -> TaktlineError | None:
-        """Why another rank's failure has raised an error here; None if it is this rank's own."""
-        return None if self._processes is None else self._processes.explain(error)
-
     def judge(self, error: Exception, located: StageError | None) -> None:
         """Raise if the ranks cannot go on: another rank failed, or others compute with this one."""
-        if (cause := self.cause(error)) is not None:
+        if not isinstance(self._transport, Distributed):
+            return
+        if (cause := self._transport.explain(error)) is not None:
             raise cause from error
         # The ranks that compute with this one wait for it in the middle of an action.
-        if located is None or self._processes is None:
-            return
-        if self._replicas.computes_together(located.stage):
-            self._processes.raised(located)
+        if located is not None and self._replicas.computes_together(located.stage):
+            self._transport.raised(located)
             raise located
 
 
@@ -273,15 +255,7 @@ def located(error: Exception, transport: Transport, other: type[TaktlineError]) 
     return found
 
 
-# Fingerprints of the data of a batch.
-
-_SAMPLED = 4096
-"""The most elements of a tensor that are read."""
-_PLACE_BITS = 28
-"""The bits of a place in a tensor, as a fraction of its length: 12 for one of 4,096 parts, the
-others for the place in the part."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size in bytes."""
+# Digests of a call.
 
 
 def digest_of(texts: Iterable[str]) -> int:
@@ -298,10 +272,18 @@ def inputs_of(batch: Batch, flags: Sequence[str]) -> int:
     else:
         leaves, spec = pytree.tree_flatten((batch.args, *rest))
         structure = str(spec)
-    return digest_of([*(word for leaf in leaves for word in _words_of(leaf)), structure, *flags])
+    return digest_of([*(word for leaf in leaves for word in words_of(leaf)), structure, *flags])
 
 
-def _words_of(leaf: Any) -> tuple[str, ...]:
+def compared(batch: Batch, parts: Sequence[str]) -> tuple[Any, Any]:
+    """The arguments and targets that ranks compare; None where nothing was given."""
+    given = {"args": batch.args or batch.arg_mbs, "kwargs": batch.kwargs or batch.kwarg_mbs}
+    arguments = {name: value for name, value in given.items() if name in parts and value}
+    target = batch.target if batch.target_mbs is None else batch.target_mbs
+    return arguments or None, target if "target" in parts else None
+
+
+def words_of(leaf: Any) -> tuple[str, ...]:
     """The type of a value, and the value; of a tensor, its type and its shape."""
     if isinstance(leaf, torch.Tensor):
         # Symbols for the lengths in a nested tensor differ between processes.
@@ -317,103 +299,171 @@ def _words_of(leaf: Any) -> tuple[str, ...]:
     return kind.__qualname__, text
 
 
-class Fingerprint:
-    """A number from 1 to 2**63 - 1 for the values of a batch.
+# Losses: their weights, and how ranks share them.
 
-    Bit-equal values have the same number in every process, whatever their strides and devices. It
-    depends on order, types and shapes, on up to 4,096 elements spread over each tensor, on numbers
-    and strings, and on the types of other objects.
 
-    A GPU computes it and copies it to the host without waiting: it is :attr:`ready` some time
-    later.
+def shares(rows: int, microbatches: int) -> list[float]:
+    """The share of each micro-batch in the rows of a batch; without rows, all are equal.
+
+    >>> shares(5, 2), shares(0, 2)
+    ([0.6, 0.4], [0.5, 0.5])
     """
-
-    def __init__(self, values: Any) -> None:
-        self._known = 0
-        self._coming: list[tuple[torch.Tensor, torch.Event]] = []
-        # Not in the caller's inference mode: the cached constants must be usable outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            for place, leaf in enumerate(pytree.tree_leaves(values)):
-                salt = digest_of([str(place), *_words_of(leaf)[:2]])
-                self._known += salt
-                if not isinstance(leaf, torch.Tensor) or (data := _sampled(leaf)) is None:
-                    continue
-                if data.device.type == "cpu":
-                    self._known += int(data) * (salt | 1)
-                else:
-                    self._coming.append(_to_host(data * (salt | 1)))
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`read` returns at once."""
-        return all(event.query() for _, event in self._coming)
-
-    def read(self) -> int:
-        """The number; waits until it is ready."""
-        for _, event in self._coming:
-            event.synchronize()
-        total = self._known + sum(int(number) for number, _ in self._coming)
-        return total % 2**64 % (2**63 - 1) + 1
+    rows = rows or microbatches
+    return [(end - begin) / rows for begin, end in pairwise(bounds(rows, microbatches))]
 
 
-def _to_host(number: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
-    """A number that is being copied from a device, and the event at its end."""
-    here = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
-    here.copy_(number, non_blocking=True)
-    event = torch.Event(number.device)
-    event.record(torch.accelerator.current_stream(number.device))
-    return here, event
+def warn_if_uneven(rows: int, targets: Sequence[Any]) -> bool:
+    """Warn if micro-batches of equal weight differ in size; returns whether they do.
+
+    ``rows`` are those of the batch; 0 if the caller has cut it.
+    """
+    count = len(targets)
+    if rows and rows % count == 0:
+        return False
+    leaves = [pytree.tree_leaves(target) for target in targets]
+    tensors = [[x for x in found if isinstance(x, torch.Tensor) and x.ndim] for found in leaves]
+    sizes = [len(found[0]) if found else 0 for found in tensors]
+    if len(set(sizes)) == 1:
+        return False
+    shown = ", ".join(map(str, sizes[:8])) + (", …" if count > 8 else "")
+    warn(
+        f"micro-batches differ in size ({shown} rows), and each of them counts the same: the loss "
+        f"and its gradients are not those of the whole batch. Use batches that {count} "
+        "micro-batches divide, pass loss_weights=… to a schedule of Taktline, or use its Pipeline "
+        "with whole batches, which counts rows"
+    )
+    return True
 
 
-class DataCheck:
-    """Computes the fingerprints of some calls' data, without waiting for a GPU."""
+def scales(weights: LossWeights, targets: Sequence[Any], *, normalised: bool) -> list[float]:
+    """The weight of each micro-batch's loss in the gradient.
 
-    def __init__(self) -> None:
-        self._pending: tuple[int, list[Fingerprint | None]] | None = None
+    >>> scales([3, 1], [None, None], normalised=True)
+    [0.75, 0.25]
+    >>> scales(torch.Tensor.sum, [torch.ones(2), torch.ones(1)], normalised=False)
+    [2.0, 1.0]
+    """
+    found = [weights(target) for target in targets] if callable(weights) else list(weights)
+    if len(found) != len(targets):
+        raise BatchError(
+            f"loss_weights has {counted(len(found), 'number')}, but there are "
+            f"{counted(len(targets), 'micro-batch')}; pass one for each, or a function of a "
+            "micro-batch's target: a batch with fewer rows has fewer"
+        )
+    # Together, to wait for a GPU only once.
+    numbers = torch.stack([torch.as_tensor(number).double() for number in found]).tolist()
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        raise BatchError(f"loss_weights must be numbers from 0 up, not {numbers}")
+    total = sum(numbers)
+    if normalised and total == 0:
+        raise BatchError("loss_weights are all 0, so no micro-batch counts; leave out such a batch")
+    return [number / total for number in numbers] if normalised else numbers
 
-    def fingerprints(self, call: int, *data: Any) -> tuple[int, ...]:
-        """The latest call with known fingerprints, and those of its data, 0 where there is none.
 
-        The first five calls are looked at, then every 16th. From a GPU they may be those of an
-        earlier call.
-        """
-        if self._pending is None and (call <= 5 or call % 16 == 1):
-            self._pending = call, [None if each is None else Fingerprint(each) for each in data]
-        if self._pending is None or not all(x is None or x.ready for x in self._pending[1]):
-            return 0, *[0] * len(data)
-        (known, found), self._pending = self._pending, None
-        return known, *(0 if each is None else each.read() for each in found)
+def listed(found: Mapping[int, torch.Tensor], count: int) -> list[torch.Tensor]:
+    """Losses by micro-batch; zero for one without a loss."""
+    zero = torch.zeros_like(next(iter(found.values())))
+    return [found.get(m, zero) for m in range(count)]
 
 
-def _sampled(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The sum of a tensor's sampled elements, each with a weight of its own, modulo 2**64."""
-    tensor = local(tensor.detach())
-    opaque = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
-    if opaque or tensor.is_meta or hasattr(tensor, "__tensor_flatten__"):
+def mean_of(losses: Mapping[int, torch.Tensor], scales: Sequence[float]) -> torch.Tensor | None:
+    """The weighted mean of the losses; None without losses.
+
+    >>> mean_of({0: torch.tensor(1.0), 1: torch.tensor(5.0)}, [0.75, 0.25])
+    tensor(2.)
+    """
+    if not losses:
         return None
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.dtype.itemsize > 8:  # complex128
-        tensor = torch.view_as_real(tensor)
-    bits = tensor.view(_INTEGERS[tensor.dtype.itemsize])
-    places, weights = _constants(tensor.device)
-    if (count := bits.numel()) > _SAMPLED:
-        bits = bits.take((places * count) >> _PLACE_BITS)
-    bits = bits.flatten()
-    if bits.dtype is torch.int64:
-        # In halves: the low bits of many float64 are zeros, and stay so in a product.
-        bits = bits.contiguous().view(torch.int32)
-    return (bits * weights[: bits.numel()]).sum()
+    # Losses without weight are left out: they may be nan. Each is multiplied by itself, as a tensor
+    # of weights would wait for the GPU.
+    parts = [losses[m].double() * scale for m, scale in enumerate(scales) if scale]
+    mean = torch.stack(parts).sum() / sum(scales) if parts else torch.tensor(math.nan)
+    dtype = losses[0].dtype
+    return mean.to(dtype if dtype.is_floating_point else torch.float64)
 
 
-@lru_cache(maxsize=16)
-def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sampled places in a tensor, and odd weights; the same in every process.
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The types in which losses are shared; the first one holds those of all other types."""
+_NO_LOSS = -1
 
-    One place in each of 4,096 equal parts, at unequal distances: equal ones might always hit the
-    same column.
+
+def losses_as_numbers(feed: Feed, relayed: torch.Tensor | None) -> tuple[int, ...]:
+    """The losses and scales of this rank, which other ranks read with :func:`put_losses`.
+
+    Main losses are left out if a :class:`LossRelay` has carried them, but not their type.
     """
-    drawn = np.random.PCG64(0).random_raw(3 * _SAMPLED).view(np.int64)
-    within = drawn[:_SAMPLED] & (2**_PLACE_BITS // _SAMPLED - 1)
-    places = np.arange(_SAMPLED) * (2**_PLACE_BITS // _SAMPLED) + within
-    weights = drawn[_SAMPLED:] | 1
-    return torch.tensor(places, device=device), torch.tensor(weights, device=device)
+    count, main = feed.microbatches, {} if relayed is not None else feed.losses
+    values = [*_joined(main, count).tolist(), *_joined(feed.aux_losses, count).tolist()]
+    types = [_DTYPES.index(x.dtype) if x.dtype in _DTYPES else 0 for x in feed.losses.values()]
+    code = types[0] if types else _NO_LOSS
+    return code, int(bool(feed.aux_losses)), *as_integers([*values, *feed.scales])
+
+
+def put_losses(ranks: Iterable[Sequence[int]], feed: Feed, relayed: torch.Tensor | None) -> None:
+    """Put all ranks' losses into the feed: main ones with their scales, sums of added ones."""
+    dtype, losses, aux = None, {}, {}
+    for code, has_aux, *bits in ranks:
+        values = as_floats(bits)
+        count = len(values) // 3
+        if code != _NO_LOSS:
+            dtype, losses = _DTYPES[code], dict(enumerate(values[:count]))
+            feed.scales = values[2 * count :]
+        if has_aux:
+            added = enumerate(values[count : 2 * count])
+            aux = {m: aux.get(m, 0.0) + value for m, value in added}
+    feed.losses, feed.aux_losses = (
+        dict(enumerate(torch.tensor([*each.values()], dtype=kind, device="cpu").unbind()))
+        for each, kind in ((losses, dtype), (aux, None))
+    )
+    if relayed is not None and losses:
+        feed.losses = dict(enumerate(relayed.to(dtype).unbind()))
+
+
+def _joined(
+    losses: Mapping[int, torch.Tensor], count: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """All losses together, 0 where there are none, so that the host waits for a GPU only once."""
+    device = device or next((loss.device for loss in losses.values()), torch.device("cpu"))
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([losses[m].to(zero) if m in losses else zero for m in range(count)])
+
+
+class LossRelay:
+    """Sends losses from rank to rank as tensors, so that no host waits for the GPU.
+
+    Losses take the way of the gradients, and reach a rank at its last stage::
+
+        stage        0         1         2         3
+        rank         0         1         2         0
+        losses                 1 ◀────── 2 ◀────── 0
+    """
+
+    def __init__(self, transport: Transport, rank_of: Sequence[int], device: torch.device) -> None:
+        """``rank_of`` has the rank of each stage."""
+        self._transport = transport
+        self._device = device
+        last_stage = {rank: stage for stage, rank in enumerate(rank_of)}
+        source = {r: rank_of[s + 1] for r, s in last_stage.items() if s + 1 < len(rank_of)}
+        self._source = source.get(transport.rank)
+        self._targets = [rank for rank in source if source[rank] == transport.rank]
+        self._sent: list[Handle] = []
+
+    def share(self, losses: Mapping[int, torch.Tensor], count: int) -> torch.Tensor:
+        """The losses of ``count`` micro-batches, the same on every rank; all ranks take part.
+
+        A rank that should have losses and has none sends zeros.
+        """
+        here, values = self._transport.rank, _joined(losses, count, self._device)
+        data = values.view(torch.uint8)
+        if self._source is not None:
+            self._transport.receiver(Channel(self._source, here, True))(data).wait()
+        self._sent = [
+            self._transport.sender(Channel(here, target, True))(data) for target in self._targets
+        ]
+        return values
+
+    def settle(self) -> None:
+        """Wait for the sends, after all ranks have posted their receives."""
+        for handle in self._sent:
+            handle.wait()
+        self._sent = []

@@ -1,4 +1,4 @@
-"""Cuts a batch into micro-batches, and merges their outputs.
+"""Batches: cut into micro-batches, passed to a call, fed to a step, and merged again.
 
 A tensor is cut along dimension 0, anything else goes whole to every micro-batch. A chunk spec
 changes that. It has the structure of the arguments; one spec for a container holds for all values
@@ -8,17 +8,17 @@ in it, and None is the default.
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from taktline import pytree
 from taktline.checks import check, with_article
-from taktline.errors import BatchError, text_of
+from taktline.errors import BatchError, MismatchError, text_of
 from taktline.meta import TensorMeta, is_sharded
 from taktline.text import counted
 
@@ -75,11 +75,11 @@ def split_args_kwargs_into_chunks(
     ([(tensor([0, 1, 2]), 'x'), (tensor([3, 4]), 'x')], [{'causal': True}, {'causal': True}])
     """
     check("args", args, (tuple, list), "a tuple", error=BatchError)
-    if kwargs is not None:
-        check("kwargs", kwargs, dict, error=BatchError)
+    kwargs = check("kwargs", {} if kwargs is None else kwargs, dict, error=BatchError)
+    check("micro-batches", chunks, int, least=1, error=BatchError)
     arguments = _arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec)
-    _require_enough(arguments, chunks)
-    return _cut_all(arguments, len(args), kwargs or {}, chunks)
+    _require_enough(_first_cut(arguments), chunks)
+    return _cut_all(arguments, len(args), kwargs, chunks)
 
 
 def split_value(
@@ -94,7 +94,7 @@ def split_value(
     [[0, 1, 2, 3], [4, 5]]
     """
     argument = _Argument.of(name, value, spec)
-    _require_enough([argument], chunks)
+    _require_enough(_first_cut([argument]), chunks)
     return list(argument.cut(chunks, each))
 
 
@@ -133,10 +133,7 @@ def describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         layout = f" {value.placements}" if is_sharded(value) else ""
         return f"{TensorMeta(tuple(value.shape), value.dtype)}{layout}"
-    if _is_block_mask(value):
-        return f"BlockMask{list(value.shape)}"
-    held = _children(value)
-    if held is not None:
+    if (held := _children(value)) is not None:
         return f"{with_article(type(value).__name__)} of {list(held)}"
     simple = value is None or isinstance(value, int | float | str)
     return repr(value) if simple else with_article(type(value).__name__)
@@ -180,13 +177,11 @@ class _Argument(NamedTuple):
     @classmethod
     def of(cls, name: str, value: Any, spec: Any) -> _Argument:
         """A value with its spec; raises if the spec does not fit."""
-        if spec is None and type(value) is torch.Tensor:  # the usual case, without the pytree
-            return cls([_Leaf(name, value, 0 if value.ndim else None)], None)
         leaves = [
             _Leaf(at, leaf, _cut_dim(at, leaf, s)) for at, leaf, s in _walk(name, value, spec)
         ]
-        tree = _flatten(value)[1]
-        return cls(leaves, None if tree.is_leaf() else tree)
+        is_leaf = len(leaves) == 1 and leaves[0].value is value
+        return cls(leaves, None if is_leaf else _flatten(value)[1])
 
     def cut(self, chunks: int, each: int = 1) -> Sequence[Any]:
         """The part of each micro-batch."""
@@ -197,27 +192,14 @@ class _Argument(NamedTuple):
 
 
 def _arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any] | None, args_spec: Any, kwargs_spec: Any
+    args: Sequence[Any], kwargs: Mapping[str, Any], args_spec: Any, kwargs_spec: Any
 ) -> list[_Argument]:
     """All arguments with their specs; specs for no arguments are ignored."""
-    if args_spec is None or not args:
-        args_spec = [None] * len(args)
-    elif not isinstance(args_spec, tuple | list) or len(args_spec) != len(args):
-        raise BatchError(
-            f"the chunk spec of {counted(len(args), 'positional argument')} must be a tuple with "
-            f"one entry for each, not {describe(args_spec)}"
-        )
-    kwargs = kwargs or {}
-    if kwargs_spec is None or not kwargs:
-        kwargs_spec = dict.fromkeys(kwargs)
-    elif not isinstance(kwargs_spec, Mapping) or kwargs_spec.keys() != kwargs.keys():
-        raise BatchError(
-            f"the chunk spec of the keyword arguments {list(kwargs)} must be a dict with one entry "
-            f"for each, not {describe(kwargs_spec)}"
-        )
+    by_place = _specs("args", args, dict(enumerate(args)), args_spec) if args else {}
+    by_name = _specs("kwargs", kwargs, kwargs, kwargs_spec) if kwargs else {}
     return [
-        *(_Argument.of(f"argument {i}", args[i], spec) for i, spec in enumerate(args_spec)),
-        *(_Argument.of(f"keyword argument {k!r}", kwargs[k], kwargs_spec[k]) for k in kwargs),
+        *(_Argument.of(f"argument {i}", args[i], spec) for i, spec in by_place.items()),
+        *(_Argument.of(f"keyword argument {k!r}", kwargs[k], by_name[k]) for k in kwargs),
     ]
 
 
@@ -231,7 +213,7 @@ def _cut_all(
     return [part[:count] for part in parts], named
 
 
-def _rows(arguments: Sequence[_Argument]) -> _Leaf | None:
+def _first_cut(arguments: Sequence[_Argument]) -> _Leaf | None:
     """The first leaf that is cut; raises if another one has another size."""
     cut = [leaf for argument in arguments for leaf in argument.leaves if leaf.dim is not None]
     for leaf in cut[1:]:
@@ -243,10 +225,8 @@ def _rows(arguments: Sequence[_Argument]) -> _Leaf | None:
     return cut[0] if cut else None
 
 
-def _require_enough(arguments: Sequence[_Argument], chunks: int) -> None:
-    """Raise unless there is a row for each micro-batch."""
-    check("micro-batches", chunks, int, least=1, error=BatchError)
-    first = _rows(arguments)
+def _require_enough(first: _Leaf | None, chunks: int) -> None:
+    """Raise unless there is a row for each micro-batch; ``first`` has the rows."""
     if first is not None and not first.size:
         raise BatchError(f"{first}: it is empty; leave out batches without rows")
     if first is not None and first.size < chunks:
@@ -258,20 +238,27 @@ def _require_enough(arguments: Sequence[_Argument], chunks: int) -> None:
 
 def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
     """Each leaf of a value, with its name and its spec."""
-    values, specs = _children(value), None
-    if not (spec is None or _is_whole(spec) or isinstance(spec, TensorChunkSpec)):
-        specs = _children(spec)
-        if specs is None:
-            raise BatchError(
-                f"{name}: {spec!r} is not a chunk spec; use a TensorChunkSpec, Replicate() or None"
-            )
-        if values is None or specs.keys() != values.keys():
-            raise BatchError(f"{name} is {describe(value)}, but its chunk spec {describe(spec)}")
-    if values is None:
+    inner = _children(value)
+    specs = _specs(name, value, inner, spec)
+    if inner is None:
         yield name, value, spec
-        return
-    for key, inner in values.items():
-        yield from _walk(f"{name}[{key!r}]", inner, spec if specs is None else specs[key])
+    else:
+        for key, each in inner.items():
+            yield from _walk(f"{name}[{key!r}]", each, specs[key])
+
+
+def _specs(name: str, value: Any, inner: Mapping[Any, Any] | None, spec: Any) -> dict[Any, Any]:
+    """The specs of the values in a container; raises if the spec of the container does not fit."""
+    if spec is None or _is_whole(spec) or isinstance(spec, TensorChunkSpec):
+        return dict.fromkeys(inner or (), spec)
+    specs = _children(spec)
+    if specs is None:
+        raise BatchError(
+            f"{name}: {spec!r} is not a chunk spec; use a TensorChunkSpec, Replicate() or None"
+        )
+    if inner is None or specs.keys() != inner.keys():
+        raise BatchError(f"{name} is {describe(value)}, but its chunk spec {describe(spec)}")
+    return specs
 
 
 def _cut_dim(name: str, leaf: Any, spec: Any) -> int | None:
@@ -338,7 +325,7 @@ def _cut_block_mask(mask: Any, chunks: int) -> list[Any]:
         cut.mask_mod = lambda b, h, q, kv: mask.mask_mod(b + start, h, q, kv)
         return cut
 
-    return [part(*pair) for pair in itertools.pairwise(bounds(mask.shape[0], chunks))]
+    return [part(*pair) for pair in pairwise(bounds(mask.shape[0], chunks))]
 
 
 def _children(value: Any) -> dict[Any, Any] | None:
@@ -346,14 +333,12 @@ def _children(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, torch.Tensor) or _is_block_mask(value):
         return None
     children, tree = pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
-    if tree.is_leaf():
-        return None
     keyed = isinstance(value, Mapping) and len(value) == len(children)
-    return dict(zip(value if keyed else range(len(children)), children, strict=True))
+    keys = value if keyed else range(len(children))
+    return None if tree.is_leaf() else dict(zip(keys, children, strict=True))
 
 
 def _flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a value; a BlockMask is a leaf, though torch may have registered it."""
     return pytree.tree_flatten(value, is_leaf=_is_block_mask)
 
 
@@ -362,7 +347,10 @@ def _is_whole(spec: object) -> bool:
 
 
 def _is_block_mask(value: object) -> bool:
-    """Whether a value is a mask of FlexAttention: none is, if that was never imported."""
+    """Whether a value is a mask of FlexAttention, a leaf here, though torch may have registered it.
+
+    None is, if that was never imported.
+    """
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return isinstance(value, getattr(module, "BlockMask", ()))
 
@@ -402,18 +390,16 @@ class Batch:
         >>> Batch((torch.arange(3),), cutter=Cutter(2)).cut()
         (3, [(tensor([0, 1]),), (tensor([2]),)], [{}, {}])
         """
-        cutter = self.cutter
-        arguments = _arguments(self.args, self.kwargs, cutter.args_spec, cutter.kwargs_spec)
-        first = _rows(arguments)
+        specs = self.cutter.args_spec, self.cutter.kwargs_spec
+        arguments = _arguments(self.args, self.kwargs, *specs)
+        first = _first_cut(arguments)
         rows = 0 if first is None else first.size
-        parts = cutter.parts(rows)
-        _require_enough(arguments, parts)
+        parts = self.cutter.parts(rows)
+        _require_enough(first, parts)
+        self.check(rows)
         args, kwargs = _cut_all(arguments, len(self.args), self.kwargs, parts)
-        if self.arg_mbs is not None:
-            args = self._given("arg_mbs", whole=bool(self.args))
-        if self.kwarg_mbs is not None:
-            kwargs = self._given("kwarg_mbs", whole=bool(self.kwargs))
-        return rows, args, kwargs
+        args = args if self.arg_mbs is None else self.arg_mbs
+        return rows, args, kwargs if self.kwarg_mbs is None else self.kwarg_mbs
 
     def targets(self, rows: int) -> Sequence[Any] | None:
         """The target of each micro-batch, cut like a batch with ``rows``; None: no target.
@@ -422,10 +408,8 @@ class Batch:
         >>> [part.tolist() for part in flat.targets(3)]
         [[0, 1, 2, 3], [4, 5]]
         """
-        if self.target_mbs is not None:
-            return self._given("target_mbs", whole=self.target is not None)
-        if self.target is None:
-            return None
+        if self.target_mbs is not None or self.target is None:
+            return self.target_mbs
         size, parts = self.target_size(), self.cutter.parts(rows)
         each = size // rows if rows and size and size % rows == 0 else 1
         spec = self.cutter.target_spec
@@ -433,35 +417,87 @@ class Batch:
 
     def target_size(self) -> int:
         """The rows of the target; 0 if unknown."""
-        first = _rows([_Argument.of("target", self.target, self.cutter.target_spec)])
+        first = _first_cut([_Argument.of("target", self.target, self.cutter.target_spec)])
         return 0 if first is None else first.size
 
-    def _given(self, name: str, *, whole: bool) -> Sequence[Any]:
-        """Micro-batches from the caller; ``whole`` is whether the whole batch was given, too."""
-        chunks, count = getattr(self, name), self.cutter.microbatches
-        if whole:
-            raise BatchError(f"pass {name} or the whole batch, not both")
-        if len(chunks) != count:
-            raise BatchError(
-                f"{name} has {counted(len(chunks), 'micro-batch')}, but the schedule runs {count}; "
-                f"pass {count}"
-            )
-        return chunks
-
-    def require_whole(self, rows: int) -> None:
-        """Raise if the batch runs as fewer micro-batches, but some of it came as micro-batches."""
+    def check(self, rows: int) -> None:
+        """Raise if micro-batches from the caller do not fit to a batch with so many rows."""
         parts = self.cutter.parts(rows)
-        for name in ("arg_mbs", "kwarg_mbs", "target_mbs"):
-            if parts < self.cutter.microbatches and getattr(self, name) is not None:
-                raise BatchError(
-                    f"the batch has {counted(rows, 'row')} and runs as "
-                    f"{counted(parts, 'micro-batch')}, but {name} has "
-                    f"{self.cutter.microbatches}; pass all of it whole, or all as micro-batches"
-                )
+        whole = {"arg": self.args, "kwarg": self.kwargs, "target": self.target is not None}
+        for name, given in whole.items():
+            chunks = getattr(self, f"{name}_mbs")
+            if chunks is not None and given:
+                raise BatchError(f"pass {name}_mbs or the whole batch, not both")
+            if chunks is not None and len(chunks) != parts:
+                has = counted(len(chunks), "micro-batch")
+                raise BatchError(f"{name}_mbs has {has}, but this batch has {parts}; pass {parts}")
 
-    def compared(self, parts: Sequence[str]) -> tuple[Any, Any]:
-        """The arguments and targets that ranks compare; None where nothing was given."""
-        given = {"args": self.args or self.arg_mbs, "kwargs": self.kwargs or self.kwarg_mbs}
-        arguments = {name: value for name, value in given.items() if name in parts and value}
-        target = self.target if self.target_mbs is None else self.target_mbs
-        return arguments or None, target if "target" in parts else None
+
+LossWeights: TypeAlias = Sequence[float] | torch.Tensor | Callable[[Any], float | torch.Tensor]
+"""One number a micro-batch, or a function that returns it for a micro-batch's target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of step() or eval()."""
+
+    batch: Batch = field(default_factory=Batch)
+    number: int = 0  # of the training step, for seeds
+    trains: bool = False
+    outputs: bool = True
+    losses: list[torch.Tensor] | None = None  # to fill
+    aux_losses: list[torch.Tensor] | None = None
+    share_losses: bool = False  # whether every rank gets the losses
+    loss_keywords: Mapping[str, Any] = field(default_factory=dict)
+    loss_weights: LossWeights | None = None
+    scale_grads: bool = True
+    grad_scale: float = 1.0  # for every gradient, so that none underflows in half precision
+    finalizes: bool = True  # whether gradients of sharded stages are reduced
+
+    def __str__(self) -> str:
+        step = "step()" if self.finalizes else "step(finalize_gradients=False)"
+        return step if self.trains else "eval()"
+
+    @property
+    def wants_losses(self) -> bool:
+        """Whether this rank keeps the losses that it computes."""
+        return self.share_losses or self.losses is not None
+
+    def check(self) -> None:
+        """Raise if the arguments are of the wrong type."""
+        for name, wanted in (("losses", self.losses), ("aux_losses", self.aux_losses)):
+            if wanted is not None and not isinstance(wanted, list):
+                raise BatchError(f"{name} must be a list to fill, not {type(wanted).__name__}")
+        if self.trains and not torch.is_grad_enabled():
+            raise MismatchError("step() trains, but under torch.no_grad() it cannot; call eval()")
+
+
+@dataclass(slots=True)
+class Feed:
+    """The micro-batches of a step on one rank, and their results."""
+
+    call: Call = Call()
+    rows: int = 0
+    """The rows of the batch, agreed on by all ranks; 0 if unknown."""
+    microbatches: int = 0
+    arguments: Sequence[Sequence[Any]] = ()
+    keywords: Sequence[Mapping[str, Any]] = ()
+    targets: Sequence[Any] | None = None
+    scales: Sequence[float] = ()
+    """The weight of each micro-batch's loss in the gradient."""
+    added_scales: Sequence[float] = ()
+    """The weight of the losses that stages add, for each micro-batch."""
+    counts: torch.Tensor | None = None
+    """The product of these and ``grad_scale`` for each micro-batch, in a buffer on the device: for
+    the loss, and for losses that stages add. Only in a captured step, which is replayed."""
+    outputs: dict[int, Any] | None = None
+    """Outputs of the last stage; None if the caller does not want them."""
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    aux_losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The sum of the losses that this rank's stages add, for each micro-batch."""
+    observed: list[list[tuple[Any, Any]]] = field(default_factory=list)
+    """Statistics from the modules of each forward, applied at the end of the step."""
+
+    def clear(self) -> None:
+        """Reset every field."""
+        self.__init__()

@@ -29,6 +29,8 @@ class Replicas:
 
         The last one may be the pipeline, if only some of its ranks have others.
         """
+        self.reduces = False
+        """Whether a stage of this rank averages its gradients."""
         self._checked = False
         self._accumulating = False
 
@@ -36,11 +38,6 @@ class Replicas:
     def shards(self) -> bool:
         """Whether a stage of this rank is gathered before it computes."""
         return any(sync.shards for sync in self._syncs)
-
-    @property
-    def reduces(self) -> bool:
-        """Whether a stage of this rank averages its gradients."""
-        return bool(self._syncs)
 
     def check(self, transport: Transport) -> None:
         """Before the first step: find the wrapped stages; raise if one cannot work here."""
@@ -62,6 +59,7 @@ class Replicas:
         for stage, sync in found:
             _check(stage, sync)
         self._syncs = [sync for _, sync in found]
+        self.reduces = bool(found)
         self.accumulate(self._accumulating)
         self._checked = True
 

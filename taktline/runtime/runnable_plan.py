@@ -75,8 +75,7 @@ class Runnable:
         self.limits = limits
         self._ahead = limits.ahead(plan.ranks)
         self.plan = plan
-        self.fingerprint = int(plan.digest()[:15], 16)
-        self._shards = self._reduces = False
+        self._shards = self.reduces = False
         self._check_sends()
         if not self.sends_may_wait:
             warn(
@@ -103,7 +102,7 @@ class Runnable:
         ``shards`` is whether stages of any rank are gathered before they compute, ``reduces``
         whether some average gradients over replicas.
         """
-        self._shards, self._reduces = shards, reduces
+        self._shards, self.reduces = shards, reduces
         for kind, needs in {Kind.UNSHARD: shards, Kind.REDUCE_GRAD: reduces}.items():
             if needs and self.plan.has(*_OF_WRAPPED) and not self.plan.has(kind):
                 raise ScheduleError(
@@ -124,12 +123,12 @@ class Runnable:
     def lowered(self) -> Plan:
         """The plan with its messages, and the actions of wrapped stages."""
         plan = self.plan
-        if (self._shards or self._reduces) and not plan.has(*_OF_WRAPPED):
+        if (self._shards or self.reduces) and not plan.has(*_OF_WRAPPED):
             by_rank = [plan.rows_of(rank) for rank in range(plan.ranks)]
             plan = plan.with_rows([rows[rows.kind <= Kind.W] for rows in by_rank], Level.COMPUTE)
         if plan.level > Level.COMPUTE:
             return lower(plan)
-        return self._lowered(plan, reduces=self._reduces)
+        return self._lowered(plan, reduces=self.reduces)
 
     @cached_property
     def forward_only(self) -> Plan:

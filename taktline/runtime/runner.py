@@ -17,27 +17,21 @@ from taktline.errors import BatchError, MismatchError, TaktlineError, text_of
 from taktline.plan import Plan
 from taktline.runtime import updates
 from taktline.runtime.agreement import (
-    SAME_STEP,
     Agreement,
-    DataCheck,
+    LossRelay,
     Record,
+    compared,
     difference,
     inputs_of,
-    other_kind,
-)
-from taktline.runtime.capture import Captures, Graphs
-from taktline.runtime.feed import (
-    Call,
-    Feed,
-    LossRelay,
-    by_rows,
     listed,
     mean_of,
     scales,
+    shares,
     warn_if_uneven,
 )
-from taktline.runtime.introduction import introduce, options_of, whole_model
-from taktline.runtime.microbatch import Batch, Cutter, merge_chunks
+from taktline.runtime.capture import Captures, Graphs
+from taktline.runtime.introduction import DataCheck, introduce, options_of, whole_model
+from taktline.runtime.microbatch import Batch, Call, Cutter, Feed, merge_chunks
 from taktline.runtime.program import Bound, Failure, Wrap, bind, channels_of
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
@@ -82,8 +76,6 @@ class Runner:
     """Whether it was said that micro-batches of equal weight differ in size."""
     _number = 0
     """Which schedule of these ranks it is, by their first steps; 0 before."""
-    _wrapped = _reduces = _in_company = False
-    """Whether stages here are wrapped; whether those of any rank are, or share work in any way."""
     _model: Blueprint = ()
     """Of the model that the stages were cut from, if it is known."""
     _random: RankRandom | None = None
@@ -116,6 +108,8 @@ class Runner:
         self._group, self.device = anywhere.group, anywhere.device
         self.cutter = cutter
         self._loss_fn = loss_fn
+        self._has_last = any(stage.is_last for stage in self._stages)
+        self._computes_losses = loss_fn is not None and self._has_last
         self.merge_spec = merge_spec
         self._seed = seed
         self._dynamic_shapes = dynamic_shapes
@@ -123,7 +117,7 @@ class Runner:
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
         self._channels: list[Channel] = []
-        self._data = DataCheck()
+        self._data = DataCheck(self.device)
         self._feed = Feed()
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
@@ -199,7 +193,11 @@ class Runner:
                         output = self.merged(feed)
                     except Exception as raised:
                         failure = Failure(self.agreement.located(raised))
-                routes = self._conclude(record, bound, failure)
+                got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
+                record = record._replace(skips=int(bool(got)))
+                skips = self.agreement.conclude(record, failure, "the end of a step")
+                bound.program.settle()
+                routes = self.agreement.routes(got) if skips else {}
             if self.recorder is not None:
                 self.recorder.keep()
             if not self._dynamic_shapes:
@@ -220,23 +218,26 @@ class Runner:
     @contextmanager
     def _in_call(self) -> Iterator[Feed]:
         """Inside, an error is reported to the other ranks."""
-        self._failed = True
+        self._failed, transport = True, self.transport
         self._watch.seconds, self._watch.program = self.stall_after, None
-        watched = self._watch if isinstance(self.transport, Distributed) else nullcontext()
+        watched = self._watch if isinstance(transport, Distributed) else nullcontext()
         with self._turn, watched:
             self._feed.clear()
             try:
                 yield self._feed
-            except TaktlineError as error:
-                if error.recoverable != "step" or self.agreement.has_verdict():
-                    self._leave(error)
+            except BaseException as raised:  # also Ctrl-C, or a wait in a group that is not ours
+                if self._feed.microbatches:  # the ranks have begun
+                    self._forget()
                 self._feed.clear()
-                raise
-            except BaseException as error:  # Ctrl-C, or a wait in a group that is not ours
-                cause = self.agreement.cause(error)
-                self._leave(cause or error)
-                if cause is not None:
-                    raise cause from error
+                if not isinstance(transport, Distributed):
+                    raise
+                ours = isinstance(raised, TaktlineError)
+                error = raised if ours else transport.explain(raised) or raised
+                if not ours or raised.recoverable != "step" or transport.verdict is not None:
+                    transport.raised(error, self._watch.where())
+                    transport.mark(error)
+                if error is not raised:
+                    raise error from raised
                 raise
 
     def _check(self) -> list[str]:
@@ -253,7 +254,6 @@ class Runner:
                         f"the plan has {counted(count, 'stage')}; make them equal"
                     )
             self.replicas.check(self.transport)
-            self._wrapped = self.replicas.reduces
             self._model = whole_model(self._stages)
         if not self._number or self._ties.uses:
             self._ties.check()
@@ -284,7 +284,7 @@ class Runner:
             size = batch.target_size()
             target = size if batch.cutter.target_spec is None else 0
         record = Record(batch=rows, target=target, inputs=inputs_of(mine, flags))
-        return record, batch.compared(self.compared)
+        return record, compared(batch, self.compared)
 
     def cutter_for(self, batch: Batch) -> Cutter:
         """How a batch is cut; an error that it raises is raised on every rank."""
@@ -299,32 +299,28 @@ class Runner:
         all ranks.
         """
         self._watch.doing = "begins a step"
-        number, compared, arguments, targets = 0, 0, 0, 0
+        number, digests = 0, [0, 0]
         if isinstance(self.transport, Distributed):
             # Not on local ranks: they get the same objects, and Ctrl-C may skip calls of some.
             number = self._calls + 1
-            compared, arguments, targets = self._data.fingerprints(number, *data)
+            digests = self._data.fingerprints(number, *data)
         mine = record._replace(
             failed=int(error is not None),
             schedule=self._number,
             call=number,
             step=call.number,
-            plan=0 if error is not None else self.runnable.fingerprint,
-            shares=call.share_losses,
+            shares=bool(call.share_losses),
             traces=self.recorder is not None,
-            compared=compared,
-            arguments=arguments,
-            targets=targets,
+            arguments=digests[0],
+            targets=digests[1],
         )
         with self.agreement.with_replicas(str(call)):
             records = self.agreement.share(mine, error, str(call))
-            if reason := difference(SAME_STEP, records):
+            if reason := difference(records):
                 raise MismatchError(reason)
             self._calls = number
             if not self._number:
                 self._introduce()
-            if reason := other_kind(records):
-                raise MismatchError(reason)
         rows = max(record.batch for record in records)
         self._feed.rows, self._feed.microbatches = rows, self.cutter.parts(rows)
         kind = (call.trains, self._feed.microbatches, *(each.inputs for each in records))
@@ -346,15 +342,14 @@ class Runner:
         }
         ranks = introduce(self.transport, mine, options, self._model, rank_of)
         # The same plan on every rank, though only some of them may hold wrapped stages.
-        self._reduces = any(rank["reduces"] for rank in ranks)
-        shards = any(rank["shards"] for rank in ranks)
-        self.runnable.wrap(shards=shards, reduces=self._reduces)
-        if len({rank["in_company"] for rank in ranks}) > 1:
+        any_of = {name: any(rank[name] for rank in ranks) for name in ("shards", "reduces")}
+        self.runnable.wrap(**any_of)
+        in_company = [rank["in_company"] for rank in ranks]
+        if len(set(in_company)) > 1:
             # Those that share their work know of an error elsewhere, and pass it on to the others.
             replicas.partners.append(("rank", self.transport))
-        self._in_company = any(rank["in_company"] for rank in ranks)
         if isinstance(self.transport, Distributed):
-            self.transport.plane.in_company |= self._in_company
+            self.transport.plane.in_company |= any(in_company)
         uses = [[TieUse.from_plain(use) for use in rank["ties"]] for rank in ranks]
         channels = ties.find_holders(uses)
         if self._random is None:
@@ -371,20 +366,20 @@ class Runner:
 
     def _weigh(self, call: Call) -> None:
         """Cut the target and weigh micro-batches, now that all ranks know the rows of the batch."""
-        feed, cutter = self._feed, self.cutter
-        call.batch.require_whole(feed.rows)
+        feed = self._feed
+        call.batch.check(feed.rows)
         if self._computes_losses:
             feed.targets = call.batch.targets(feed.rows)
-        feed.scale = 1 / feed.microbatches if call.scale_grads else 1.0
-        if cutter.fewer and call.scale_grads:
-            feed.row_scales = by_rows(feed.rows, feed.microbatches)
+        rows = feed.rows if self.cutter.fewer else 0
+        feed.scales = [1.0] * feed.microbatches
+        if call.scale_grads:
+            feed.scales = shares(rows, feed.microbatches)
+        feed.added_scales = feed.scales
         if feed.targets is None:
             return
         if call.loss_weights is not None:
             feed.scales = scales(call.loss_weights, feed.targets, normalised=call.scale_grads)
-        elif feed.row_scales is not None:
-            feed.scales = feed.row_scales
-        elif call.scale_grads and not self._warned:
+        elif call.scale_grads and not rows and not self._warned:
             self._warned = warn_if_uneven(feed.rows, feed.targets)
 
     def _compute(
@@ -395,12 +390,13 @@ class Runner:
         After a failure, run nothing, but take part, so that the other ranks hear of it.
         """
         feed, watch, judge = self._feed, self._watch, self.agreement.judge
+        wrapped = self.replicas.reduces
         # Buffers outlive the step, so they must not be made in inference mode.
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(feed.call.trains),
             torch.autograd.set_multithreading_enabled(False),
-            self.replicas.step(finalizes=feed.call.finalizes) if self._wrapped else nullcontext(),
+            self.replicas.step(finalizes=feed.call.finalizes) if wrapped else nullcontext(),
             nullcontext() if self._drawing is None else self._drawing.step(),
             self._observed(bound) as wrap,
         ):
@@ -437,31 +433,6 @@ class Runner:
                 f"{error}; pass return_outputs=False if you do not need them"
             ) from error
 
-    def _conclude(self, record: Record, bound: Bound, failure: Failure | None) -> dict[str, int]:
-        """Agree on the outcome with the other ranks, and share losses.
-
-        Returns the last stage of all ranks that gets each skip.
-        """
-        got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
-        mine = record._replace(skips=int(bool(got)))
-        skips = self._concluded(mine, failure, "the end of a step")
-        bound.program.settle()
-        return self.agreement.routes(got) if skips else {}
-
-    def _concluded(self, record: Record, failure: Failure | None, what: str) -> bool:
-        try:
-            return self.agreement.conclude(record, failure, what)
-        except TaktlineError:
-            self._forget()
-            raise
-
-    def _leave(self, error: BaseException) -> None:
-        """Leave a step that other ranks may be in, after reporting why to them."""
-        if isinstance(self.transport, Distributed):
-            self.transport.raised(error, self._watch.where())
-            self.transport.mark(error)
-        self._forget()
-
     def _forget(self) -> None:
         """Drop the running step after a failure, and all that may be wrong because of it."""
         self._feed.clear()
@@ -470,14 +441,6 @@ class Runner:
             self._captures.forget()
         for stage in self._stages:
             stage.clear()
-
-    @property
-    def _has_last(self) -> bool:
-        return any(stage.is_last for stage in self._stages)
-
-    @property
-    def _computes_losses(self) -> bool:
-        return self._loss_fn is not None and self._has_last
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
         return bind(self._binding(trains), known)
@@ -522,7 +485,7 @@ class Runner:
     def restart(self, steps: int) -> None:
         """Continue over new connections after ``steps`` training steps; on every rank."""
         self._forget()
-        self._calls = 0
+        self._calls, self._data = 0, DataCheck(self.device)
         self.transport.open(self._channels)
         ended = [number for (number,) in self.transport.exchange([steps], "reconnect()")]
         if len(set(ended)) > 1:
@@ -539,7 +502,7 @@ class Runner:
 
         Only where ranks share their work with other pipelines: elsewhere all waits are our own.
         """
-        if self._in_company:
+        if isinstance(self.transport, Distributed) and self.transport.plane.in_company:
             with self.agreement.with_replicas(what):
                 self.transport.exchange([], what)
 
@@ -555,8 +518,13 @@ class Runner:
                 self._accumulate(outer)
                 self.replicas.forget()
                 if isinstance(raised, Exception) and not self._failed:
+                    said = f"{type(raised).__name__}: {text_of(raised)}"
+                    error = MismatchError(
+                        f"rank {self.transport.rank} has left accumulate() by an error, so nothing "
+                        f"was added up: {said}"
+                    )
                     with suppress(TaktlineError):  # the other ranks are in another call
-                        self._end_accumulating(raised)
+                        self._end_accumulating(Failure(error))
                 raise
             self._accumulate(outer)
             self._end_accumulating()
@@ -566,24 +534,18 @@ class Runner:
         self.unreduced = self.unreduced and accumulating
         self.replicas.accumulate(accumulating)
 
-    def _end_accumulating(self, raised: Exception | None = None) -> None:
-        """Reduce gradients over the ranks; an error of one rank is raised on all."""
-        if self._ties.accumulating or not (self._ties.there or self._reduces):
+    def _end_accumulating(self, failure: Failure | None = None) -> None:
+        """Reduce gradients over the ranks; a failure of one rank is raised on all."""
+        if self._ties.accumulating or not (self._ties.there or self.runnable.reduces):
             return
         self._feed.clear()  # there are no losses to share
-        failure, what = None, "the end of accumulate()"
-        if raised is not None:
-            reason = "has left accumulate() by an error, so nothing was added up"
-            kind = type(raised).__name__
-            failure = Failure(
-                MismatchError(f"rank {self.transport.rank} {reason}: {kind}: {text_of(raised)}")
-            )
+        what = "the end of accumulate()"
         # Before any collective: a rank in another step would not answer.
-        self._concluded(Record(), failure, what)
+        self.agreement.conclude(Record(), failure, what)
         with guarded(self.transport, what):
             self.replicas.catch_up()
         if self._ties.there:
-            self._concluded(Record(), self._ties.add_up(None), what)
+            self.agreement.conclude(Record(), self._ties.add_up(None), what)
 
 
 def _autocast(device: torch.device) -> str:

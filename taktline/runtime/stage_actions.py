@@ -15,7 +15,7 @@ from taktline import pytree
 from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten, is_sharded, local, root_gradient
 from taktline.plan import Plan
-from taktline.runtime.feed import Feed
+from taktline.runtime.microbatch import Feed
 from taktline.side_values import SideValues, check_loss, with_skips, without_skips
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
@@ -269,7 +269,7 @@ class Work:
             with seeded((seed, feed.call.number, LOSS, microbatch), self._stage.device):
                 loss = loss_fn(output, target, **feed.call.loss_keywords)
         check_loss(loss, "loss_fn must return")
-        scale = feed.scale if feed.scales is None else feed.scales[microbatch]
+        scale = feed.scales[microbatch]
         if self._binding.check_finite and scale:
             _require_finite("the loss", loss, self._stage, (output, target))
         if feed.call.wants_losses:
@@ -295,7 +295,7 @@ class Work:
         for loss in side.losses:
             total = _value(loss) if total is None else total + _value(loss)
             feed.aux_losses[microbatch] = total
-        scale = feed.scale if feed.row_scales is None else feed.row_scales[microbatch]
+        scale = feed.added_scales[microbatch]
         added = [loss for loss in side.losses if loss.requires_grad]
         losses, gradients = own
         roots = (self._root_gradient(x, scale, (1, microbatch)) for x in added)

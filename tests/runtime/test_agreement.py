@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taktline.runtime.agreement import SAME_STEP, Record, difference, other_kind
+from taktline.runtime.agreement import Record, difference
 from taktline.runtime.introduction import INTRODUCTION, first_difference, misfit
 from taktline.runtime.introduction import digest as digest_of
 from taktline.stage.names import OPTION
@@ -135,7 +135,7 @@ def test_blueprints(values: list[list[str] | None], text: str | None) -> None:
         assert found == [f"{beginning}{text}{advice}"] * len(values)
 
 
-CALL = Record(schedule=1, call=7, step=5, plan=0x1234567890ABCDE)
+CALL = Record(schedule=1, call=7, step=5)
 
 
 def calls(**differing: Sequence[int]) -> list[Record]:
@@ -153,10 +153,7 @@ def calls(**differing: Sequence[int]) -> list[Record]:
         {"batch": [0]},
         {"call": [3, 3, 3, 3], "step": [2, 2, 2, 2]},
         # Some were given no arguments, some no target.
-        {"compared": [7, 7, 7, 7], "arguments": [11, 0, 0, 11], "targets": [0, 0, 0, 12]},
-        # What a GPU has found of an earlier call is compared with its like.
-        {"compared": [6, 0], "arguments": [11, 12]},
-        {"compared": [6, 7], "arguments": [11, 12]},
+        {"arguments": [11, 0, 0, 11], "targets": [0, 0, 0, 12]},
         {"shares": [1, 1, 1, 1]},
         {"batch": [8, 0, 0, 0], "target": [0, 0, 0, 8]},
         {"batch": [8, 8, 8, 8], "target": [8, 8, 8, 8]},
@@ -171,7 +168,7 @@ def calls(**differing: Sequence[int]) -> list[Record]:
     ids=str,
 )
 def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
-    assert mismatch(calls(**differing)) is None
+    assert difference(calls(**differing)) is None
 
 
 @pytest.mark.parametrize(
@@ -184,19 +181,14 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
             "order on every rank",
         ),
         (
-            {"compared": [7, 7, 7], "arguments": [0, 11 << 56, 12 << 56]},
+            {"arguments": [0, 11 << 56, 12 << 56]},
             "the ranks were given different arguments: digest 0b000000 on rank 1; "
             f"digest 0c000000 on rank 2; {ONE_BATCH}",
         ),
         (
-            {"compared": [6, 6, 5], "arguments": [11, 11, 11], "targets": [12 << 56, 13 << 56, 1]},
+            {"arguments": [11, 11], "targets": [12 << 56, 13 << 56]},
             "the ranks were given different targets: digest 0c000000 on rank 0; digest "
             f"0d000000 on rank 1; {ONE_BATCH}",
-        ),
-        (
-            {"plan": [0xABCDEF012345678, 0x1, 0x1, 0xABCDEF012345678]},
-            "the ranks run different plans: abcdef01 on rank 0, 3; 00000000 on rank 1, 2; step "
-            "the same schedule on every rank",
         ),
         (
             {"batch": [8, 0, 6, 8]},
@@ -220,20 +212,16 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
     ids=str,
 )
 def test_calls_that_are_not_one_step(differing: dict[str, list[int]], text: str) -> None:
-    assert mismatch(calls(**differing)) == text
-
-
-def mismatch(calls: Sequence[Record]) -> str | None:
-    return difference(SAME_STEP, calls) or other_kind(calls)
+    assert difference(calls(**differing)) == text
 
 
 def test_the_first_thing_that_keeps_calls_apart_is_told() -> None:
-    everything = {"call": [1, 0], "plan": [1, 2], "batch": [4, 8], "target": [3, 0]}
+    everything = {"call": [1, 0], "batch": [4, 8], "target": [3, 0], "arguments": [1, 2]}
     beginnings = ["the ranks are in different calls of step() and eval()"]
-    beginnings += ["the ranks run different plans", "the batch has different sizes"]
+    beginnings += ["the batch has different sizes"]
     for beginning in beginnings:
-        text = mismatch(calls(**everything))
+        text = difference(calls(**everything))
         assert text is not None
         assert text.startswith(f"{beginning}: ")
         del everything[next(iter(everything))]
-    assert mismatch(calls(batch=[4, 4], **everything)) is not None
+    assert difference(calls(**everything)) is not None

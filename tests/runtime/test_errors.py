@@ -322,8 +322,7 @@ CASES: dict[str, tuple[Main, type[Exception], str]] = {
     "a small batch of which some is cut already": (
         cut_in_part,
         BatchError,
-        "rank 1: the batch has 6 rows and runs as 6 micro-batches, but target_mbs has 8; pass all "
-        "of it whole, or all as micro-batches",
+        "rank 1: target_mbs has 8 micro-batches, but this batch has 6; pass 6",
     ),
     "a target that cannot be cut": (
         lambda r, g: run(

@@ -330,23 +330,15 @@ def merging(chunks: list[Any], spec: Any = None) -> Callable[[], Any]:
         (cutting((X,), {}, 1.5), "micro-batches must be a whole number from 1 up, not 1.5"),
         (
             cutting((X, X), {}, 2, (None,)),
-            "the chunk spec of 2 positional arguments must be a tuple with one entry for each, "
-            "not a tuple of [0]",
-        ),
-        (
-            cutting((X, X), {}, 2, DIM(0)),
-            "the chunk spec of 2 positional arguments must be a tuple with one entry for each, "
-            "not a TensorChunkSpec",
+            "args is a tuple of [0, 1], but its chunk spec a tuple of [0]",
         ),
         (
             cutting((), {"a": X}, 2, None, {"b": None}),
-            "the chunk spec of the keyword arguments ['a'] must be a dict with one entry for each, "
-            "not a dict of ['b']",
+            "kwargs is a dict of ['a'], but its chunk spec a dict of ['b']",
         ),
         (
             cutting((), {"a": X}, 2, None, (None,)),
-            "the chunk spec of the keyword arguments ['a'] must be a dict with one entry for each, "
-            "not a tuple of [0]",
+            "kwargs is a dict of ['a'], but its chunk spec a tuple of [0]",
         ),
         (by_spec(X, DIM(2)), "it is float32[3, 16]: it has no dimension 2; use one from -2 to 1"),
         (by_spec(X, DIM(-3)), "it is float32[3, 16]: it has no dimension -3; use one from -2 to 1"),
@@ -484,10 +476,10 @@ def test_block_masks_that_cannot_be_cut() -> None:
     with pytest.raises(BatchError) as caught:
         split_value([mask], 3, name="mask")
     assert str(caught.value) == (
-        "mask[0] is BlockMask[2, 1, 512, 512]: 2 along dimension 0 cannot be cut into 3 "
+        "mask[0] is a BlockMask: 2 along dimension 0 cannot be cut into 3 "
         "micro-batches; pass at least 3, or use at most 2 micro-batches"
     )
-    with pytest.raises(BatchError, match=r"not one batch: argument 0 .* argument 1 is BlockMask"):
+    with pytest.raises(BatchError, match=r"not one batch: argument 0 .* argument 1 is a BlockMask"):
         split_args_kwargs_into_chunks((torch.zeros(4), mask), None, 2)
 
 

@@ -53,8 +53,8 @@ def train(rank: int, ranks: int, schedule: str, port: int, results: SimpleQueue[
         device="cuda",
     )
     same = True
-    for number in range(7):  # in the first, shapes are learned; in the first five, data is compared
-        torch.cuda.set_sync_debug_mode("error" if number > 4 else "default")  # then nothing waits
+    for number in range(8):  # in the first, shapes are learned; in the first five, data is compared
+        torch.cuda.set_sync_debug_mode("error" if number > 5 else "default")  # then nothing waits
         loss = pipe.step(x, target=x)
         torch.cuda.set_sync_debug_mode("default")
         total = torch.zeros((), device="cuda")

@@ -201,7 +201,7 @@ def test_micro_batches_that_are_cut_already() -> None:
     )
     assert torch.equal(output, same)
     assert torch.equal(gradient(whole), gradient(ready))
-    with pytest.raises(BatchError, match="arg_mbs has 1 micro-batch, but the schedule runs 2"):
+    with pytest.raises(BatchError, match="arg_mbs has 1 micro-batch, but this batch has 2; pass 2"):
         alone(ready).step(arg_mbs=[(x,)], target=target)
     with pytest.raises(BatchError, match="pass arg_mbs or the whole batch, not both"):
         alone(ready).step(x, arg_mbs=[(x[:2],), (x[2:],)], target=target)

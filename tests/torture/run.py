@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import taktline as tl
 from taktline.errors import DeadlockError
 from taktline.meta import as_arguments
-from taktline.runtime.feed import scales
+from taktline.runtime.agreement import scales
 from taktline.runtime.stage_actions import seeded
 from tests.runtime.scenarios import CPU, add_up, gradients_of
 from tests.torture.case import Call, Case, Fault

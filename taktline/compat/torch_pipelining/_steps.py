@@ -35,8 +35,8 @@ from taktline.errors import (
     text_of,
 )
 from taktline.pytree import tree_map_only
-from taktline.runtime.feed import Feed, warn_if_uneven
-from taktline.runtime.microbatch import Batch, Cutter
+from taktline.runtime.agreement import warn_if_uneven
+from taktline.runtime.microbatch import Batch, Cutter, Feed
 from taktline.runtime.program import Bound
 from taktline.runtime.runner import Runner
 from taktline.runtime.schedule import Schedule

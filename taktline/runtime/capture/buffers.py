@@ -18,8 +18,7 @@ from taktline import pytree
 from taktline.errors import ScheduleError
 from taktline.private import for_all
 from taktline.runtime.capture.state import count_users
-from taktline.runtime.feed import Feed
-from taktline.runtime.microbatch import Batch
+from taktline.runtime.microbatch import Batch, Feed
 
 _copy_all = for_all("torch._foreach_copy_", torch.Tensor.copy_)
 _zero_all = for_all("torch._foreach_zero_", torch.Tensor.zero_)
@@ -42,12 +41,7 @@ class Inputs:
             # Only now: a pytree would take longer than all else before a replay.
             self.leaves, spec = pytree.tree_flatten(self.tree)
             self._structure = str(spec)
-        scales = [
-            feed.scale if each is None else each[microbatch]
-            for each in (feed.scales, feed.row_scales)
-            for microbatch in range(feed.microbatches)
-        ]
-        self.counts = [scale * feed.call.grad_scale for scale in scales]
+        self.counts = [x * feed.call.grad_scale for x in (*feed.scales, *feed.added_scales)]
         """The weight of each micro-batch's loss, and then of the losses that stages add."""
 
     def refusal(self, device: torch.device) -> str | None:
