@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import Any
@@ -32,7 +32,7 @@ from taktline.runtime.agreement import (
 from taktline.runtime.capture import Captures, Graphs
 from taktline.runtime.introduction import DataCheck, introduce, options_of, whole_model
 from taktline.runtime.microbatch import Batch, Call, Cutter, Feed, merge_chunks
-from taktline.runtime.program import Bound, Failure, Wrap, bind, channels_of
+from taktline.runtime.program import Bound, Failure, bind, channels_of
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
 from taktline.runtime.stage_actions import Binding, Drawing, RankRandom, Signatures
@@ -207,10 +207,9 @@ class Runner:
                 self.stepped_at, self.unreduced = next(updates.times), self._ties.accumulating
         if feed.observed:
             update_all(feed.observed)
-        if call.losses is not None and feed.losses:
-            call.losses[:] = listed(feed.losses, feed.microbatches)
-        if call.aux_losses is not None and feed.aux_losses:
-            call.aux_losses[:] = listed(feed.aux_losses, feed.microbatches)
+        for wanted, found in ((call.losses, feed.losses), (call.aux_losses, feed.aux_losses)):
+            if wanted is not None and found:
+                wanted[:] = listed(found, feed.microbatches)
         self.loss = mean_of(feed.losses, feed.scales) if call.share_losses else None
         feed.clear()
         return output
@@ -390,7 +389,10 @@ class Runner:
         After a failure, run nothing, but take part, so that the other ranks hear of it.
         """
         feed, watch, judge = self._feed, self._watch, self.agreement.judge
-        wrapped = self.replicas.reduces
+        wrapped, recorder = self.replicas.reduces, self.recorder
+        # Read once a step: the flag changes when a profiler starts and stops.
+        profiled = getattr(profiler, "_is_profiler_enabled", True)
+        observed = nullcontext(named if profiled else None)
         # Buffers outlive the step, so they must not be made in inference mode.
         with (
             torch.inference_mode(False),
@@ -398,7 +400,7 @@ class Runner:
             torch.autograd.set_multithreading_enabled(False),
             self.replicas.step(finalizes=feed.call.finalizes) if wrapped else nullcontext(),
             nullcontext() if self._drawing is None else self._drawing.step(),
-            self._observed(bound) as wrap,
+            recorder.watch(bound, self.transport, profiled) if recorder else observed as wrap,
         ):
             watch.program = bound.program
             if failure is not None:
@@ -412,14 +414,6 @@ class Runner:
             failure = self._ties.add_up(failure)
         watch.doing = "ends a step"
         return failure
-
-    def _observed(self, bound: Bound) -> AbstractContextManager[Wrap | None]:
-        """The wrapper for the instructions of a step: None without a trace and a profiler."""
-        # Read once a step: the flag changes when a profiler starts and stops.
-        profiled = getattr(profiler, "_is_profiler_enabled", True)
-        if self.recorder is not None:
-            return self.recorder.watch(bound, self.transport, profiled)
-        return nullcontext(named if profiled else None)
 
     def merged(self, feed: Feed) -> Any:
         """The outputs of the micro-batches as one, if they are wanted."""

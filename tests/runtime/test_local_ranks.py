@@ -8,21 +8,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import StageError, TransportError
 from taktline.plan import Kind, Plan, build
 from taktline.plan.schedules import names
 from taktline.runtime.runnable_plan import Runnable, merged
-from tests.runtime.scenarios import SCHEDULES
 
 X, Y = torch.linspace(-1, 1, 32).reshape(8, 4), torch.zeros(8, 4)
 CPU = torch.device("cpu")
@@ -184,44 +180,6 @@ def test_each_rank_draws_what_it_would_alone() -> None:
     assert [each[8:] for each in drawn] == [[torch.rand(()).item() for _ in range(4)]] * 3
 
 
-class Checkpointed(nn.Module):
-    """Puts and gets values, and adds a loss, in a block that runs again in the backward."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.stage = stage
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.stage % 2 == 0:
-            tl.skip.put("one of several", x + self.linear.bias)
-        return checkpoint(self.compute, x, use_reentrant=False)
-
-    def compute(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.linear(x))
-        if self.stage % 2:
-            x = x * tl.skip.get("one of several")
-        tl.add_loss(x.square().mean())
-        return x
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_values_beside_the_output(schedule: str) -> None:
-    torch.manual_seed(0)
-    per_rank = min(2, SCHEDULES[schedule][-1])
-    stages = [Checkpointed(stage) for stage in range(2 * per_rank)]
-    pipe = pipeline(*stages, schedule=schedule, ranks=2, stages_per_rank=per_rank)
-    pipe.step(X, target=Y)
-    found: list[Any] = []
-    for block in (nullcontext(), pipe.trace()):  # where every action runs by itself
-        pipe.zero_grad()
-        with block:
-            pipe.step(X, target=Y)
-        found.append([p.grad.clone() for p in pipe.parameters() if p.grad is not None])
-    assert len(found[0]) == 2 * len(stages)
-    torch.testing.assert_close(found[0], found[1])
-
-
 class Fails(torch.autograd.Function):
     """Cannot be differentiated."""
 
@@ -272,20 +230,6 @@ def test_ctrl_c_in_a_rank() -> None:
         pipe.step(X, target=Y)
     stages[1].seen = nothing
     assert pipe.step(X, target=Y) == expected
-
-
-def test_a_trace_has_every_rank() -> None:
-    pipe = pipeline(*[nn.Linear(4, 4) for _ in range(4)], schedule="zbv", ranks=2)
-    with pipe.trace() as trace:
-        pipe.step(X, target=Y)
-        pipe.eval(X)
-    for timeline in trace.timelines:
-        assert timeline.plan.ranks == 2
-        computes = timeline.plan.rows.kind <= Kind.W
-        spans = sorted(zip(timeline.start[computes], timeline.end[computes], strict=True))
-        # One thread: nothing runs beside anything else.
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    assert trace.clock_error == 0
 
 
 class Lends(nn.Module):

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.pipelining as peer
@@ -19,10 +15,8 @@ from torch.nn.functional import mse_loss
 
 import taktline as tl
 from taktline.errors import BatchError, InvalidPlanError, ScheduleError
-from taktline.plan import Kind, write
+from taktline.plan import write
 from taktline.runtime.schedule import ScheduleOptions
-from taktline.transport.local import LocalTransport
-from tests import warm
 from tests.runtime.scenarios import SCHEDULES
 
 CPU = torch.device("cpu")
@@ -289,83 +283,3 @@ def test_a_plan_that_needs_asynchronous_sends_runs_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="can deadlock where a send waits until its receive"):
         found = tl.local.run(run_plan, 2, plan)
     torch.testing.assert_close(found, expected)
-
-
-SCRIPT = """
-    import os
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    import taktline as tl
-
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4) for _ in range(ranks)]
-    stage = tl.PipelineStage(layers[rank], rank, ranks, torch.device("cpu"))
-    schedule = tl.Schedule1F1B(stage, 4, nn.functional.mse_loss)
-    losses = []
-    for _ in range(2):
-        schedule.step(*([torch.ones(8, 4)] if rank == 0 else []), target=torch.zeros(8, 4),
-                      losses=losses)
-    if rank == ranks - 1:
-        print("loss", float(torch.stack(losses).mean()))
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.processes
-def test_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    with warm.commands() as folder:
-        command = [folder / "python", "-m", "torch.distributed.run", "--standalone"]
-        result = subprocess.run(
-            [*command, "--nproc-per-node=2", script],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    assert result.returncode == 0, result.stderr
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4) for _ in range(2)]
-    loss = mse_loss(nn.Sequential(*layers)(torch.ones(8, 4)), torch.zeros(8, 4))
-    assert float(result.stdout.split("loss")[1]) == pytest.approx(loss.item())
-
-
-def count_messages(rank: int, name: str, posted: list[str]) -> tuple[int, int]:
-    """How many messages a rank sends in a second step, and how many its plan has."""
-    plan = tl.lower(tl.build(name, ranks=2, microbatches=6))
-    stages = [
-        tl.PipelineStage(linear(index), index, plan.stages, CPU)
-        for index in plan.placement.stages_of(rank)
-    ]
-    schedule = tl.ScheduleFromPlan(stages, plan, mse_loss)
-    for _ in range(2):
-        posted.clear()
-        schedule.step(torch.ones(12, 4), target=torch.zeros(12, 4))
-    kinds = plan.rows_of(rank).kind
-    return len(posted), int(np.isin(kinds, (Kind.SEND_F, Kind.SEND_B)).sum())
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zbv"])
-def test_one_message_for_each_boundary_and_micro_batch(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by_rank: dict[int, list[str]] = {0: [], 1: []}
-    poster = LocalTransport._poster
-
-    def counting(self: Any, channel: Any, rank: int, verb: str, blocks: bool) -> Any:
-        post = poster(self, channel, rank, verb, blocks)
-
-        def counted(*message: Any) -> Any:
-            if verb == "send":
-                by_rank[rank].append(str(channel))
-            return post(*message)
-
-        return counted
-
-    monkeypatch.setattr(LocalTransport, "_poster", counting)
-    results = tl.local.run(lambda rank: count_messages(rank, name, by_rank[rank]), 2)
-    assert all(sent == planned > 0 for sent, planned in results), results
