@@ -51,7 +51,7 @@ from taktline.checkpoint.files import (
     write_text,
 )
 from taktline.checkpoint.model_state import Held, ModelState, Processes, first_of_each, writers
-from taktline.checks import check
+from taktline.checks import check, refuse
 from taktline.errors import CheckpointError, text_of
 from taktline.meta import is_sharded, name_of
 from taktline.transport.distributed import Distributed
@@ -75,6 +75,16 @@ class Training:
         """The state of ``data`` and of ``random`` numbers, if it is not that of now."""
         for each in self.optimizers:
             check("optimizer", each, Optimizer, "an optimizer of torch, or a list")
+        for each in self.schedulers:
+            _require_state("scheduler", each, "as schedulers of torch have, or a list")
+        _require_state("scaler", scaler, "as GradScaler of torch has")
+        _require_state("data", data, "as the loader may have that pipe.loader() reads")
+
+
+def _require_state(name: str, value: Any, advice: str) -> None:
+    methods = ("state_dict", "load_state_dict")
+    if value is not None and not all(callable(getattr(value, each, None)) for each in methods):
+        refuse(name, f"an object with state_dict() and load_state_dict(), {advice}", value)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -194,7 +194,10 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"extra": {"f": print}}, r"extra\.f is <built-in.*without pickle"),
         ({"optimizer": foreign}, "that is not in this model; make it with pipe"),
-        ({"data": [1]}, "cannot save to .*'list' object has no attribute 'state_dict'"),
+        ({"data": [1]}, r"data must be an object with state_dict\(\) and load_"),
+        ({"data": pipe.loader([1])}, r"may have that pipe.loader\(\) reads, not <.*SharedLoader"),
+        ({"scheduler": 0.1}, r"scheduler must be an object with state_dict\(\)"),
+        ({"scaler": 2.0}, r"scaler must be an object with state_dict\(\)"),
         ({"keep": 0}, "keep must be a whole number from 1 up"),
     ]
     for given, text in wrong:
