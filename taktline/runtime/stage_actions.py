@@ -58,6 +58,8 @@ class Binding:
     """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
     check_finite: bool = False
     """Whether to raise where a value is not finite."""
+    any_order: bool = False
+    """Whether forwards may run in any order: none changes what another one reads."""
 
 
 @dataclass(slots=True)

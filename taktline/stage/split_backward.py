@@ -370,7 +370,9 @@ def _is_known(kind: _Kind, product: Node) -> bool:
 
 
 def _hooked(weight: torch.Tensor) -> bool:
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)  # pyright: ignore
+    hooks: Mapping[int, Callable[..., object]] | None = weight._backward_hooks
+    after: Mapping[int, Callable[..., object]] | None = weight._post_accumulate_grad_hooks
+    return bool(hooks) or (bool(after) and not all(map(is_own_hook, after.values())))
 
 
 def _is_node_hooked(node: Node) -> bool:
@@ -472,3 +474,8 @@ def _shares(gradient: torch.Tensor, gradients: Sequence[torch.Tensor | None]) ->
     memory = memory_of(gradient)
     found = [memory_of(other) for other in gradients if other is not None]
     return len(found) > 1 and (memory is None or None in found or found.count(memory) > 1)
+
+
+def is_own_hook(hook: object) -> bool:
+    """Whether a hook is an object of this package: such hooks work in every kind of backward."""
+    return type(hook).__module__.startswith("taktline.")

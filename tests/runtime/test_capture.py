@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
+from taktline.plan import Action
 from taktline.runtime.capture import Captures, Graph
+from taktline.runtime.capture.buffers import Adding
+from taktline.runtime.capture.cuda import is_loop
 from taktline.runtime.capture.state import State
+from taktline.stage import split_backward
 
 WIDTH = 6
 
@@ -145,7 +149,12 @@ def count(pair: Pair, what: str) -> int:
 @pytest.mark.parametrize(
     "schedule", ["gpipe", "1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "v_half"]
 )
-def test_schedules(schedule: str) -> None:
+def test_schedules(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[list[Action]] = []
+    monkeypatch.setattr(
+        "taktline.runtime.capture.captures.is_loop",
+        lambda actions: (run.append(actions), is_loop(actions))[1],
+    )
     per_rank = 1 if schedule in ("gpipe", "1f1b") else 2
     pair = Pair(lambda: [Stage() for _ in range(2 * per_rank)], schedule=schedule)
     pair.settle()
@@ -154,6 +163,8 @@ def test_schedules(schedule: str) -> None:
         pair.each(lambda pipe: torch.optim.SGD(pipe.parameters(), 0.1).step())
         pair.each(tl.Pipeline.zero_grad)
     assert pair.graphs.log == ["capture", *["replay"] * 4]
+    assert all(map(is_loop, run))
+    assert run
 
 
 def test_results_are_copies() -> None:
@@ -647,3 +658,58 @@ def test_gradients_are_added_in_their_order() -> None:
     pair = Pair(lambda: [Stage(), Twice(), Stage(), Twice()])
     pair.train(6, zeroes=False)
     assert count(pair, "replay") == 3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "looped_bfs"])
+def test_gradients_are_added_many_at_a_time(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = 2 if schedule == "1f1b" else 4
+    pair = Pair(lambda: [Stage() for _ in range(stages)], schedule=schedule)
+    pair.settle()
+    added: list[int] = []
+    add = split_backward.add_all
+
+    def note(buffers: Any, gradients: Any) -> None:
+        added.append(len(buffers))
+        add(buffers, gradients)
+
+    monkeypatch.setattr(split_backward, "add_all", note)
+    pair.step()
+    assert sum(added) == 4 * stages * 4  # each parameter's, once a micro-batch
+    assert min(added) >= 8
+
+
+def test_large_gradients_are_added_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taktline.stage.split_backward.SMALL", 4 * WIDTH)  # bytes of a bias
+    pair = Pair()
+    added: list[int] = []
+    add = split_backward.add_all
+    monkeypatch.setattr(
+        split_backward, "add_all", lambda *both: (added.append(both[0][0].dim()), add(*both))
+    )
+    pair.train(6, zeroes=False)
+    assert set(added) == {1}
+
+
+def test_few_gradients_wait_to_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taktline.runtime.capture.buffers._MOST", 4 * WIDTH)
+    pair = Pair()
+    pair.train(6, zeroes=False)
+    assert count(pair, "replay") == 3
+
+
+def test_the_gradients_of_weights_are_left_to_w() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    weight, bias = layer.parameters()
+    buffers = {weight: torch.zeros(WIDTH, WIDTH), bias: torch.zeros(WIDTH)}
+    stage = tl.PipelineStage(layer, 0, 1, torch.device("cpu"))
+    stage.begin()
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    with Adding([weight, bias], buffers).instead() as adding:
+        stage.keep(0, [x], [layer(x)])
+        stage.backward_input(0, [torch.ones(2, WIDTH)])
+        adding.take_all()
+        adding.add()
+        assert not buffers[weight].any()
+        assert torch.equal(buffers[bias], torch.full((WIDTH,), 2.0))
+        stage.backward_weight(0)
+    assert torch.equal(buffers[weight], torch.full((WIDTH, WIDTH), 2.0))

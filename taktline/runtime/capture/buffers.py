@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -19,11 +19,14 @@ from taktline.errors import ScheduleError
 from taktline.private import for_all
 from taktline.runtime.capture.state import count_users
 from taktline.runtime.microbatch import Batch, Feed
+from taktline.stage.split_backward import add_to_grads
 
 _copy_all = for_all("torch._foreach_copy_", torch.Tensor.copy_)
 _zero_all = for_all("torch._foreach_zero_", torch.Tensor.zero_)
 
 _PLAIN = (bool, int, float, str, type(None))
+_MOST = 16 * 2**20
+"""The most bytes of gradients that wait to be added."""
 
 
 class Inputs:
@@ -114,28 +117,35 @@ class Static:
 
     def hand_over(self, feed: Feed) -> None:
         """Copy the results to the feed of a step: the next replay overwrites them."""
-        feed.observed = self.feed.observed
-        for name in ("losses", "aux_losses", "outputs"):
-            found = getattr(self.feed, name)
-            setattr(feed, name, pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, found))
+        mine = self.feed
+        feed.losses, feed.aux_losses = _copies(mine.losses), _copies(mine.aux_losses)
+        feed.observed = mine.observed
+        feed.outputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, mine.outputs)
+
+
+def _copies(losses: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    if len({loss.dtype for loss in losses.values()}) != 1:
+        return {microbatch: loss.clone() for microbatch, loss in losses.items()}
+    copied = torch.stack(list(losses.values())).unbind()  # by one operation
+    return dict(zip(losses, copied, strict=True))
 
 
 class Gradients:
     """The buffers of gradients, which all graphs share: a graph adds to ``.grad`` itself."""
 
     def __init__(self) -> None:
-        self._buffers: dict[nn.Parameter, torch.Tensor] = {}
+        self.buffers: dict[nn.Parameter, torch.Tensor] = {}
 
     def make(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make buffers for the parameters of a graph; a gradient that is there becomes one."""
         for p in parameters:
-            if p not in self._buffers:
+            if p not in self.buffers:
                 zeros = partial(torch.zeros_like, dtype=p.grad_dtype, requires_grad=False)
-                self._buffers[p] = zeros(p) if p.grad is None else p.grad
+                self.buffers[p] = zeros(p) if p.grad is None else p.grad
 
     def fit(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the buffers are ``.grad``, or can be: nobody holds the memory of either."""
-        buffers, (usual, usual_gradient) = self._buffers, _usual()
+        buffers, (usual, usual_gradient) = self.buffers, _usual()
         return all(
             p.grad is buffers[p]
             or not (_exceed(_uses(buffers[p]), usual) or _exceed(_uses(p.grad), usual_gradient))
@@ -144,35 +154,13 @@ class Gradients:
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """Before a replay: gradients that are not there begin at zero; others are copied."""
-        fresh = [self._buffers[p] for p in parameters if p.grad is None]
+        fresh = [self.buffers[p] for p in parameters if p.grad is None]
         if fresh:
             _zero_all(fresh)
         for p in parameters:
-            if p.grad is not None and p.grad is not self._buffers[p]:  # from an eager step
-                self._buffers[p].copy_(p.grad)
-            p.grad = self._buffers[p]
-
-    @contextmanager
-    def instead(
-        self, touched: Sequence[nn.Parameter], parameters: Sequence[nn.Parameter]
-    ) -> Iterator[None]:
-        """Inside, ``.grad`` of all ``parameters`` is the buffer of those ``touched``, else None.
-
-        Raises unless exactly the buffers are added to.
-        """
-        before = [p.grad for p in parameters]
-        buffers = {p: self._buffers[p] for p in touched}
-        versions = {p: buffer._version for p, buffer in buffers.items()}
-        try:
-            for p in parameters:
-                p.grad = buffers.get(p)
-            yield
-            same = all(p.grad is buffers.get(p) for p in parameters)
-            if not same or any(buffers[p]._version == versions[p] for p in touched):
-                raise ScheduleError("other parameters get gradients than in the step before")
-        finally:
-            for p, gradient in zip(parameters, before, strict=True):
-                p.grad = gradient
+            if p.grad is not None and p.grad is not self.buffers[p]:  # from an eager step
+                self.buffers[p].copy_(p.grad)
+            p.grad = self.buffers[p]
 
 
 def _uses(tensor: torch.Tensor | None) -> tuple[int, int]:
@@ -194,3 +182,83 @@ def _usual() -> tuple[tuple[int, int], tuple[int, int]]:
     leaf, buffers = nn.Parameter(torch.zeros(1)), [torch.zeros(1)]
     leaf.grad = torch.zeros(1)
     return _uses(buffers[0]), _uses(leaf.grad)
+
+
+class Adding:
+    """Gradients that wait to be added, those of a parameter in the order of arrival.
+
+    Small ones are added many at a time. Autograd adds each one by itself: in a model with small
+    parameters, a third of all kernels of a graph, each of which takes longer to launch than to run.
+
+    >>> layer, buffer = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
+    >>> with Adding([layer.weight], {layer.weight: buffer}).instead():
+    ...     layer(torch.ones(1, 1)).backward()
+    >>> buffer, layer.weight.grad
+    (tensor([[2.]]), None)
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], buffers: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._buffers: dict[torch.Tensor, torch.Tensor] = {**buffers}
+        self._waiting: dict[torch.Tensor, torch.Tensor] = {}
+        self._bytes = 0
+        self._taken: set[torch.Tensor] = set()
+        self.in_turn: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The context in which gradients are added."""
+
+    @contextmanager
+    def instead(self) -> Iterator[Adding]:
+        """Inside, new gradients are taken from ``.grad``; afterwards ``.grad`` is as before.
+
+        Raises unless exactly those with a buffer get a gradient.
+        """
+        before = [(p, p.grad) for p in self._parameters]
+        hooks = [p.register_post_accumulate_grad_hook(self) for p in self._parameters]
+        try:
+            for parameter in self._parameters:
+                parameter.grad = None
+            yield self
+            self.take_all()
+            self.add()
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for parameter, gradient in before:
+                parameter.grad = gradient
+        if self._taken != self._buffers.keys():
+            raise ScheduleError("other parameters get gradients than in the step before")
+
+    def take_all(self) -> None:
+        """Take gradients that did not come by autograd, such as those of W; after each action."""
+        for parameter in self._parameters:
+            self(parameter)
+
+    def add(self) -> None:
+        """Add all gradients that wait, those of a type together."""
+        waiting, self._waiting, self._bytes = self._waiting, {}, 0
+        with self.in_turn():
+            for dtype in dict.fromkeys(gradient.dtype for gradient in waiting.values()):
+                alike = [p for p, gradient in waiting.items() if gradient.dtype == dtype]
+                for parameter in alike:
+                    parameter.grad = self._buffers[parameter]
+                add_to_grads(alike, [waiting[parameter] for parameter in alike])
+                for parameter in alike:
+                    parameter.grad = None
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Take the gradient of a parameter, if it has one."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        parameter.grad = None
+        self._taken.add(parameter)
+        if parameter not in self._buffers:
+            return
+        if parameter in self._waiting:
+            self.add()
+        self._waiting[parameter] = gradient
+        self._bytes += gradient.nbytes
+        if self._bytes > _MOST:
+            self.add()

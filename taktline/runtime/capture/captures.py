@@ -11,8 +11,8 @@ from torch import nn
 
 from taktline.checks import warn
 from taktline.errors import ScheduleError, TaktlineError, text_of
-from taktline.runtime.capture.buffers import Gradients, Inputs, Static
-from taktline.runtime.capture.cuda import CudaGraphs
+from taktline.runtime.capture.buffers import Adding, Gradients, Inputs, Static
+from taktline.runtime.capture.cuda import CudaGraphs, Streams, is_loop
 from taktline.runtime.capture.state import State
 from taktline.runtime.program import Bound, Failure, bind
 from taktline.runtime.stage_actions import Binding, Drawing, RankRandom
@@ -34,9 +34,11 @@ class Graph(Protocol):
 
     def capture(self, run: Callable[[], None]) -> None:
         """Capture a run of the program; raises if that fails."""
+        ...
 
     def replay(self) -> None:
         """Run the program again."""
+        ...
 
 
 Graphs: TypeAlias = Callable[[], Graph]
@@ -55,9 +57,13 @@ class _Entry:
     """The state after the latest warm-up; a graph is right while it stays the same."""
     touched: list[nn.Parameter] = field(default_factory=list)
     """The parameters that get gradients."""
+    any_order: bool = False
+    """Whether no forward changes what another one reads."""
     graph: Graph | None = None
     static: Static = field(init=False)
     """The buffers of the graph."""
+    streams: int = 1
+    """How many micro-batches run side by side in the graph."""
     replays: int = 0
     refusal: str | None = None
     """Why it always runs eagerly; None if it does not."""
@@ -65,8 +71,10 @@ class _Entry:
     def __str__(self) -> str:
         if self.refusal is not None:
             return f"{self.name}: eagerly, {self.refusal}"
-        captured = f"captured, {counted(self.replays, 'replay')}"
-        return f"{self.name}: {'warms up' if self.graph is None else captured}"
+        if self.graph is None:
+            return f"{self.name}: warms up"
+        beside = f", {self.streams} micro-batches side by side" if self.streams > 1 else ""
+        return f"{self.name}: captured{beside}, {counted(self.replays, 'replay')}"
 
 
 class Captures:
@@ -156,14 +164,16 @@ class Captures:
         failure = eagerly()
         if failure is not None:
             return failure
-        changed = before.difference(State(self._stages, binding.loss_fn, deep=True))
+        after = State(self._stages, binding.loss_fn, deep=True)
         entry.touched = [
             p
             for p, gradient, version in gradients
             if p.grad is not None and (p.grad is not gradient or p.grad._version != version)
         ]
+        entry.any_order = before.versions == after.versions and not binding.feed.observed
         entry.state = State(self._stages, binding.loss_fn)
         entry.warm += 1
+        changed = before.difference(after)
         if changed is not None and entry.warm == _WARM_UP:  # earlier steps may fill caches
             self._refuse(
                 entry,
@@ -186,13 +196,17 @@ class Captures:
             graph, drawing = self._graphs(), bound.binding.drawing
             if isinstance(drawing, RankRandom):
                 drawing = Drawing(self._device)  # no rank draws, so they need no numbers
-            binding = replace(bound.binding, feed=static.feed, drawing=drawing)
-            program = bind(binding, bound.known).program
+            changes = {"feed": static.feed, "drawing": drawing, "any_order": entry.any_order}
+            program = bind(replace(bound.binding, **changes), bound.known).program
+            several = entry.any_order and is_loop(program.actions())
 
             def run() -> None:
                 static.begin()
-                with self._gradients.instead(entry.touched, self._parameters()):
-                    program.run_alone()
+                with self._adding(entry.touched).instead() as adding:
+                    streams = Streams(self._device, adding, several=several)
+                    program.run_alone(streams.enter, adding.take_all)
+                    streams.join()
+                    entry.streams = streams.count
 
             graph.capture(run)
             entry.graph, entry.static = graph, static
@@ -209,6 +223,9 @@ class Captures:
             )
             error.recoverable = "restart"
             raise error
+
+    def _adding(self, touched: Sequence[nn.Parameter]) -> Adding:
+        return Adding(self._parameters(), {p: self._gradients.buffers[p] for p in touched})
 
     def _parameters(self) -> list[nn.Parameter]:
         return list(dict.fromkeys(p for stage in self._stages for p in parameters_of(stage.submod)))

@@ -16,6 +16,7 @@ from torch import nn
 from taktline.meta import is_sharded, local
 from taktline.private import lacking, missing, private
 from taktline.stage import PipelineStage
+from taktline.stage.split_backward import is_own_hook
 from taktline.stage.stage import parameters_of
 
 _OWN = frozenset(vars(nn.Module()))
@@ -45,9 +46,13 @@ class State:
 
     >>> norm = nn.BatchNorm1d(2)
     >>> stages = [PipelineStage(norm, 0, 1, torch.device("cpu"))]
-    >>> before = State(stages)
+    >>> before = State(stages, deep=True)
+    >>> _ = norm(torch.ones(3, 2))
+    >>> now = State(stages, deep=True)
+    >>> before.difference(now), before.versions == now.versions
+    (None, False)
     >>> norm.eps = 0.1
-    >>> before.difference(State(stages))
+    >>> now.difference(State(stages, deep=True))
     "stage 0: 'eps'"
     """
 
@@ -60,6 +65,8 @@ class State:
     ) -> None:
         self.refusal = _UNSEEN
         """Why there can be no graph; None if there can."""
+        self.versions: list[int] = []
+        """With ``deep``: how often each tensor was changed in place."""
         # Two lists, which are compared quickly: by identity and by value.
         self._objects: list[object] = []
         self._contents: list[tuple[str, object]] = []
@@ -124,8 +131,7 @@ class State:
             seen.add(id(inner))
             waiting += inner._modules.values()
             self._add("training", inner, inner.training)
-            forward, before = inner._forward_hooks, inner._forward_pre_hooks
-            if forward or before or inner._backward_hooks or inner._backward_pre_hooks:
+            if _is_hooked(inner):
                 kind = type(inner).__name__
                 self._refuse(root, f"its module {kind} has hooks, which a replay would not call")
             for name, value in vars(inner).items():
@@ -165,12 +171,15 @@ class State:
 
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor: where it is; on another device its version, as a graph has its values."""
-        outside = tensor.device.type != self._device and not tensor.is_inference()
+        outside, version = tensor.device.type != self._device, 0
+        if (outside or self._deep) and not tensor.is_inference():
+            version = tensor._version
         place: tuple[object, ...] = ()
         if tensor.layout == torch.strided:
             part = local(tensor.detach()) if is_sharded(tensor) else tensor
             place = (part.data_ptr(), part.shape, part.stride())
-        self._add(name, tensor, (tensor.requires_grad, outside and tensor._version, place))
+        self._add(name, tensor, (tensor.requires_grad, outside and version, place))
+        self.versions.append(version)
 
 
 def _module_of(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
@@ -179,3 +188,13 @@ def _module_of(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
         loss_fn = loss_fn.func
     owner = getattr(loss_fn, "__self__", loss_fn)
     return owner if isinstance(owner, nn.Module) else None
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks of the user; our own do the same every time."""
+    forward, before = module._forward_hooks, module._forward_pre_hooks
+    backward, before_it = module._backward_hooks, module._backward_pre_hooks
+    if not (forward or before or backward or before_it):
+        return False  # most have none
+    hooks = chain(forward.values(), before.values(), backward.values(), before_it.values())
+    return not all(map(is_own_hook, hooks))
