@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -29,8 +28,6 @@ from taktline.plan.io import write_text
 COMMAND = ("-m", "taktline")
 _POLL = 0.1
 
-_Local = Annotated[bool, typer.Option("--local", help="Run all ranks in this process.")]
-
 
 def demo(
     ranks: int = typer.Option(2, "--ranks", "-r", help="Number of ranks."),
@@ -39,7 +36,7 @@ def demo(
         8, "--microbatches", "-m", max=1024, help="Number of micro-batches."
     ),
     steps: int = typer.Option(150, min=1, help="Number of training steps."),
-    local: _Local = False,
+    local: bool = typer.Option(False, "--local", help="Run all ranks in this process."),
     output: Path = typer.Option(
         Path("taktline-demo.html"), *OUTPUT, help="File for the page of timelines."
     ),
@@ -73,7 +70,6 @@ def doctor(
     ranks: int | None = typer.Option(
         None, "--ranks", "-r", min=1, help="Number of ranks to start here (default 2)."
     ),
-    local: _Local = False,
     backend: str | None = typer.Option(
         None, help="gloo or nccl; by default nccl if there is a GPU per rank."
     ),
@@ -97,27 +93,22 @@ def doctor(
     """
     if backend not in (None, "gloo", "nccl"):
         raise ArgumentError(f"--backend must be gloo or nccl, not {backend!r}")
-    if launched() and (ranks is not None or local):
-        raise ArgumentError("a launcher has started the ranks; leave out --ranks, --local")
-    if local and backend is not None:
-        raise ArgumentError("local ranks need no --backend")
-    if not (local or launched()):
+    if launched() and ranks is not None:
+        raise ArgumentError("a launcher has started the ranks; leave out --ranks")
+    if not launched():
         words = ["doctor", "--backend", backend or "gloo", "--timeout", str(timeout)]
         words += ([] if output is None else ["--output", str(output)]) + ["--json"] * json
         raise typer.Exit(launch(ranks or 2, words, patience=timeout + 20.0))
     # Set before torch is loaded: the doctor reports failures itself, without C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from taktline.cli.doctor import Meeting, examine, examine_local
+    from taktline.cli.doctor import examine
 
-    if local:
-        report = examine_local(ranks or 2)
-    else:
-        try:
-            report = examine(backend, Meeting(timeout))
-        except TransportError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from None
-    if local or os.environ["RANK"] == "0":
+    try:
+        report = examine(backend, timeout)
+    except TransportError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    if os.environ["RANK"] == "0":
         echo_json(report.to_dict()) if json else report.show()
         if output is not None:
             write_text(output, dumps(report.to_dict(), indent=2) + "\n")

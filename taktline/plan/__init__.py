@@ -1,15 +1,16 @@
 """Plans: schedules as data, validated, lowered and simulated. Nothing in here imports torch."""
 
+from taktline.plan import schedules as schedules  # which registers them
 from taktline.plan.action import Action, Kind, Overlap, parse
 from taktline.plan.costs import Costs, Link
 from taktline.plan.io import read, read_costs, read_timeline, write, write_timeline
 from taktline.plan.partition import Partition, balance
 from taktline.plan.passes import add_comm, add_reduce, add_shard, lower, merge_backward, restrict
 from taktline.plan.plan import Level, Placement, Plan
+from taktline.plan.registry import NamedSchedule, build, each_rank, find, names, register
+from taktline.plan.registry import unregister as unregister
 from taktline.plan.rows import Rows
 from taktline.plan.rules import Violation
-from taktline.plan.schedules import NamedSchedule, build, each_rank, find, names, register
-from taktline.plan.schedules import unregister as unregister
 from taktline.plan.timeline import Span, Straggler, Timeline, memory_curve, peak_memory, simulate
 from taktline.plan.timeline import stragglers as stragglers
 from taktline.plan.validate import require_valid, validate

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -37,13 +37,15 @@ from taktline.plan.timeline import Timeline
 
 _FORMAT, _TIMELINE_FORMAT, _VERSION = "taktline-plan", "taktline-timeline", 1
 _COLUMNS = ("start", "end", "arrival")
-_FIELDS = {
+_LEVELS = {level.name.lower(): level for level in Level}
+_PLAN = {
     **{"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str},
-    **{"start": [[float]], "end": [[float]], "arrival": Either(None, [[float]]), "measured": bool},
     "costs": Either(None, {str: object}),
 }
-_BY_DEFAULT: dict[str, Any] = {"start": [], "end": [], "measured": False}
-_LEVELS = {level.name.lower(): level for level in Level}
+_TIMELINE = {
+    **{"start": [[float]], "end": [[float]], "arrival": Either(None, [[float]]), "measured": bool},
+    **_PLAN,
+}
 _WAIT = re.compile(r"[0-9]+WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)")
 
 
@@ -55,7 +57,7 @@ def read(path: str | os.PathLike[str]) -> Plan:
     taktline.errors.PlanFileError: no-such-plan.csv: cannot be read: No such file or directory
     """
     path = _path(path)
-    return (from_json if _is_json(path) else from_csv)(_read_text(path), path)
+    return _plan(_fields(path), path)
 
 
 def read_costs(path: str | os.PathLike[str]) -> Costs | None:
@@ -65,7 +67,7 @@ def read_costs(path: str | os.PathLike[str]) -> Costs | None:
     True
     """
     path = _path(path)
-    return _costs(_fields(_read_text(path), path), path) if _is_json(path) else None
+    return _costs(_fields(path), path)
 
 
 def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = None) -> None:
@@ -112,7 +114,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     taktline.errors.PlanFileError: no-such-timeline.json: cannot be read: No such file or directory
     """
     path = _path(path, ".json")
-    data = _fields(_read_text(path), path)
+    data = _fields(path)
     if data["format"] != _TIMELINE_FORMAT:
         raise PlanFileError(path, "holds a plan and no times; taktline.plan.read reads it")
     plan, costs, columns = _plan(data, path), _costs(data, path), dict[str, Any]()
@@ -129,8 +131,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
 
 def is_timeline(path: str | os.PathLike[str]) -> bool:
     """Whether a file holds a timeline, and not only a plan."""
-    path = check("path", path, Path)
-    return _is_json(path) and _fields(_read_text(path), path)["format"] == _TIMELINE_FORMAT
+    return _fields(_path(path))["format"] == _TIMELINE_FORMAT
 
 
 def to_csv(plan: Plan) -> str:
@@ -144,19 +145,7 @@ def to_csv(plan: Plan) -> str:
 def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     """A plan from CSV text; the path is for messages, and its stem names the plan."""
     path = check("path", path, Path)
-    reader = csv.reader(io.StringIO(text), strict=True)
-    ranks: list[list[Action | Overlap]] = []
-    try:
-        for number, row in enumerate(reader, start=1):
-            ranks.append(list(_actions(row, path, number)))
-    except csv.Error as error:
-        raise PlanFileError(path, f"not CSV: {error}", row=reader.line_num) from None
-    while ranks and not ranks[-1]:
-        ranks.pop()
-    # A file's name may hold bytes that are not a text.
-    name = os.fsencode(path.stem).decode("utf-8", "replace")
-    with _errors_of(path):
-        return Plan.from_actions(ranks, name=name)
+    return _plan(_csv_fields(text, path), path)
 
 
 def to_json(plan: Plan, costs: Costs | None = None, more: dict[str, Any] | None = None) -> str:
@@ -188,31 +177,39 @@ def to_json(plan: Plan, costs: Costs | None = None, more: dict[str, Any] | None 
 def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     """A plan from JSON text; the path is for messages."""
     path = check("path", path, Path)
-    return _plan(_fields(text, path), path)
+    return _plan(_json_fields(text, path), path)
 
 
-def _plan(data: dict[str, Any], path: Path) -> Plan:
-    if data["level"] not in _LEVELS:
-        known = ", ".join(_LEVELS)
-        raise PlanFileError(path, f"level is one of {known}, not {shown(data['level'])}")
-    rows = enumerate(data["ranks"], start=1)
-    ranks = [list(_actions(cells, path, row)) for row, cells in rows]
-    with _errors_of(path):
-        placement, level = Placement.custom(data["placement"], len(ranks)), _LEVELS[data["level"]]
-        number, name = data["microbatches"], data["origin"]
-        return Plan.from_actions(ranks, placement, number, level=level, name=name)
+def _fields(path: Path) -> dict[str, Any]:
+    """The fields of a file, in any format; those that a CSV file does not have are None."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise PlanFileError(path, f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise PlanFileError(path, f"is not a text in UTF-8 (byte {error.start})") from None
+    return (_json_fields if _is_json(path) else _csv_fields)(text, path)
 
 
-def _costs(data: dict[str, Any], path: Path) -> Costs | None:
-    with _errors_of(path, "costs: "):
-        return None if data["costs"] is None else Costs.from_dict(data["costs"])
+def _csv_fields(text: str, path: Path) -> dict[str, Any]:
+    reader = csv.reader(io.StringIO(text), strict=True)
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise PlanFileError(path, f"not CSV: {error}", row=reader.line_num) from None
+    while rows and not any(map(str.strip, rows[-1])):
+        rows.pop()
+    # A file's name may hold bytes that are not a text.
+    name = os.fsencode(path.stem).decode("utf-8", "replace")
+    return {**dict.fromkeys(_PLAN), "format": "csv", "origin": name, "ranks": rows}
 
 
-def _fields(text: str, path: Path) -> dict[str, Any]:
-    """The fields of a file, of a format and a version that are known here."""
+def _json_fields(text: str, path: Path) -> dict[str, Any]:
+    """The fields of a format and a version that are known here."""
     with _errors_of(path):
         data = conform(loads(text, what=str(path)), {str: object}, what=str(path))
-        if data.get("format") not in (_FORMAT, _TIMELINE_FORMAT):
+        shape = {_FORMAT: _PLAN, _TIMELINE_FORMAT: _TIMELINE}.get(str(data.get("format")))
+        if shape is None:
             raise PlanError(f'not a plan: expected "format": "{_FORMAT}"')
         version = data.get("version")
         if type(version) is not int or version != _VERSION:
@@ -220,17 +217,33 @@ def _fields(text: str, path: Path) -> dict[str, Any]:
                 f"has version {shown(version)} of the format, but this program reads "
                 f"version {_VERSION}; use the Taktline that wrote it, or write it as CSV there"
             )
-        fields = {name: data.get(name, _BY_DEFAULT.get(name)) for name in _FIELDS}
-        return {**conform(fields, _FIELDS, what=str(path)), "format": data["format"]}
+        fields = conform({name: data.get(name) for name in shape}, shape, what=str(path))
+        if fields["level"] not in _LEVELS:
+            known = ", ".join(_LEVELS)
+            raise PlanError(f"level is one of {known}, not {shown(fields['level'])}")
+        return {**fields, "format": data["format"]}
 
 
-def _actions(cells: Iterable[str], path: Path, row: int) -> Iterator[Action | Overlap]:
-    for column, cell in enumerate(map(str.strip, cells), start=1):
-        if cell and not _WAIT.fullmatch(cell):
-            try:
-                yield parse(cell)
-            except (ActionSyntaxError, PlanError) as error:
-                raise PlanFileError(path, str(error), row=row, column=column) from None
+def _plan(data: dict[str, Any], path: Path) -> Plan:
+    ranks: list[list[Action | Overlap]] = []
+    for row, cells in enumerate(data["ranks"], start=1):
+        ranks.append([])
+        for column, cell in enumerate(map(str.strip, cells), start=1):
+            if cell and not _WAIT.fullmatch(cell):
+                try:
+                    ranks[-1].append(parse(cell))
+                except (ActionSyntaxError, PlanError) as error:
+                    raise PlanFileError(path, str(error), row=row, column=column) from None
+    with _errors_of(path):
+        held, level, number = data["placement"], data["level"], data["microbatches"]
+        placement = None if held is None else Placement.custom(held, len(ranks))
+        level = None if level is None else _LEVELS[level]
+        return Plan.from_actions(ranks, placement, number, level=level, name=data["origin"])
+
+
+def _costs(data: dict[str, Any], path: Path) -> Costs | None:
+    with _errors_of(path, "costs: "):
+        return None if data["costs"] is None else Costs.from_dict(data["costs"])
 
 
 @contextmanager
@@ -253,15 +266,6 @@ def _path(path: object, *endings: str) -> Path:
 
 def _is_json(path: Path) -> bool:
     return path.suffix.lower() == ".json"
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise PlanFileError(path, f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise PlanFileError(path, f"is not a text in UTF-8 (byte {error.start})") from None
 
 
 def write_text(path: Path, text: str) -> None:

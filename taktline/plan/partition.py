@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from numbers import Integral
-from operator import sub
 
 from taktline.checks import check, check_list, known_keywords
 from taktline.errors import CostError, PartitionError
@@ -110,64 +109,59 @@ def balance(
     needs = _exact("memory", [0] * layers if memory is None else memory, "layer", layers)
     if not isinstance(limits, Iterable):
         limits = [math.inf if limits is None else limits] * stages
-    room = _exact("limits", limits, "stage", stages, largest=sum(needs, Fraction()))
+    most = math.ceil(sum(needs))  # as good as no limit
+    limits = [most if limit == math.inf else limit for limit in limits]
+    room = _exact("limits", limits, "stage", stages)
     # Whole multiples of a unit are exact, and faster than fractions.
-    (costs_to,) = _in_whole_units([accumulate(sizes, initial=Fraction())])
-    needs_to, holds = _in_whole_units([accumulate(needs, initial=Fraction()), room])
+    costs_to = _in_whole_units(accumulate(sizes, initial=Fraction()))
+    in_units = _in_whole_units([*accumulate(needs, initial=Fraction()), *room])
+    needs_to, holds = in_units[: layers + 1], in_units[layers + 1 :]
 
-    def within(largest: int) -> Callable[[int, int], int]:
-        return lambda stage, end: max(
-            bisect_left(needs_to, needs_to[end] - holds[stage]),
-            bisect_left(costs_to, costs_to[end] - largest),
-        )
+    def lack(stage: int, start: int, end: int) -> float:
+        return max(0, needs_to[end] - needs_to[start] - holds[stage])
 
-    # Without limits there is a cut within the lower number, which spares most of the work.
-    most = (
-        costs_to[-1]
-        if memory is not None
-        else costs_to[-1] // stages + max(map(sub, costs_to[1:], costs_to))
-    )
-    rough = _cheapest(costs_to, stages, within(most), lambda _, before, cost: max(before, cost))
+    def cost(stage: int, start: int, end: int) -> float:
+        return math.inf if lack(stage, start, end) else costs_to[end] - costs_to[start]
+
+    rough = _cheapest(layers, stages, cost, max)
     if rough is None:
         # Raising every limit by what the worst stage of this cut lacks lets it through.
-        bounds = _cheapest(
-            needs_to,
-            stages,
-            lambda stage, end: 0,
-            lambda stage, before, need: max(before, need - holds[stage]),
-        )
-        raise _too_much(needs, room, bounds or ())
-    largest = max(costs_to[end] - costs_to[start] for start, end in pairwise(rough))
-    bounds = _cheapest(costs_to, stages, within(largest), lambda _, before, cost: before + cost**2)
+        raise _too_much(needs, room, _cheapest(layers, stages, lack, max) or ())
+    largest = max(cost(stage, *ends) for stage, ends in enumerate(pairwise(rough)))
+
+    def square(stage: int, start: int, end: int) -> float:
+        size = cost(stage, start, end)
+        return size**2 if size <= largest else math.inf
+
+    bounds = _cheapest(layers, stages, square, operator.add)
     assert bounds is not None  # the rough cut is one
     stage_memory = None if memory is None else _sums(needs, bounds)
     return Partition(bounds=bounds, stage_costs=_sums(sizes, bounds), stage_memory=stage_memory)
 
 
 def _cheapest(
-    sums: Sequence[int],
+    layers: int,
     stages: int,
-    first_start: Callable[[int, int], int],
-    join: Callable[[int, float, int], float],
+    cost: Callable[[int, int, int], float],
+    join: Callable[[float, float], float],
 ) -> tuple[int, ...] | None:
     """The bounds of the cheapest cut, by dynamic programming; None if there is no cut.
 
-    ``first_start`` is where a stage begins at the earliest, given its end, and ``join`` adds a
-    stage to what the ones before cost, which never makes it cheaper. In a draw, the last stage has
-    the most layers, then the one before it, and so on.
+    ``cost`` is that of a stage with the layers from one up to another, infinite if it cannot be; it
+    never falls as the stage grows. ``join`` adds it to what the stages before cost. In a draw, the
+    last stage has the most layers, then the one before it, and so on.
     """
-    layers = len(sums) - 1
     best: dict[int, float] = {0: 0}
     picks: list[dict[int, int]] = []
     for stage in range(stages):
         found, pick = dict[int, float](), dict[int, int]()
         for end in range(stage + 1, layers - stages + stage + 2):
             least = math.inf
-            for start in range(end - 1, max(stage, first_start(stage, end)) - 1, -1):
-                size = sums[end] - sums[start]
-                if join(stage, 0, size) > least:
-                    break  # and so is every longer stage
-                if start in best and (joined := join(stage, best[start], size)) <= least:
+            for start in range(end - 1, stage - 1, -1):
+                here = cost(stage, start, end)
+                if here > least or here == math.inf:
+                    break  # and so it is for every longer stage
+                if start in best and (joined := join(best[start], here)) <= least:
                     least = found[end] = joined
                     pick[end] = start
         best = found
@@ -181,13 +175,9 @@ def _cheapest(
 
 
 def _exact(
-    name: str,
-    values: Iterable[float],
-    noun: str,
-    count: int | None = None,
-    largest: Fraction | None = None,
+    name: str, values: Iterable[float], noun: str, count: int | None = None
 ) -> list[Fraction]:
-    """Numbers from 0 up, one for each layer or stage; infinite ones, if allowed, as ``largest``."""
+    """Numbers from 0 up, one for each layer or stage."""
     takes = f"a list of numbers, one for each {noun}"
     given = check_list(name, values, takes=takes, error=CostError)
     if count is not None and len(given) != count:
@@ -196,9 +186,6 @@ def _exact(
         )
     numbers: list[Fraction] = []
     for at, value in enumerate(given):
-        if largest is not None and isinstance(value, float) and value == math.inf:
-            numbers.append(largest)
-            continue
         number = check(f"{name} of {noun} {at}", value, float, least=0, error=CostError)
         numbers.append(Fraction(int(value) if isinstance(value, Integral) else number))
     if sum(numbers) > sys.float_info.max:
@@ -206,11 +193,11 @@ def _exact(
     return numbers
 
 
-def _in_whole_units(rows: Sequence[Iterable[Fraction]]) -> list[list[int]]:
-    """Several rows of numbers as multiples of the one largest unit that makes all of them whole."""
-    listed = [list(row) for row in rows]
-    unit = math.lcm(*(number.denominator for row in listed for number in row))
-    return [[int(number * unit) for number in row] for row in listed]
+def _in_whole_units(numbers: Iterable[Fraction]) -> list[int]:
+    """Numbers as multiples of the largest unit that makes all of them whole."""
+    listed = list(numbers)
+    unit = math.lcm(*(number.denominator for number in listed))
+    return [int(number * unit) for number in listed]
 
 
 def _too_much(
@@ -231,9 +218,8 @@ def _too_much(
 
 def _sums(numbers: Sequence[Fraction], bounds: Sequence[int]) -> tuple[float, ...]:
     """The sum over the layers of each stage; whole, if all numbers are."""
-    sums = [sum(numbers[start:end], Fraction()) for start, end in pairwise(bounds)]
-    whole = all(number.denominator == 1 for number in numbers)
-    return tuple(map(int if whole else float, sums))
+    kind = int if all(number.denominator == 1 for number in numbers) else float
+    return tuple(kind(sum(numbers[start:end])) for start, end in pairwise(bounds))
 
 
 def _text(number: float | Fraction) -> str:

@@ -7,25 +7,14 @@ the order of this file.
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections import deque
 
 import numpy as np
 
 from taktline.plan.action import Action, Kind
 from taktline.plan.plan import Placement
-from taktline.plan.registry import (
-    NamedSchedule,
-    build,
-    each_rank,
-    find,
-    names,
-    register,
-    unregister,
-)
+from taktline.plan.registry import each_rank, register
 from taktline.plan.rows import IntArray, Rows
-
-__all__ = ["NamedSchedule", "build", "each_rank", "find", "names", "register", "unregister"]
 
 
 def in_slots(*parts: tuple[Rows, int]) -> Rows:
@@ -316,15 +305,14 @@ def v_limited(placement: Placement, microbatches: int, limit: int) -> list[Rows]
     if limit >= 2 * placement.ranks:
         return zbv(placement, microbatches)
     ranks = _Ranks(placement.ranks, microbatches, limit)
-    moved = True
-    while ranks.unfinished():
+    reach = ranks.period
+    while any(len(actions) < _PERIOD * microbatches for actions in ranks.actions):
         # All ranks choose, then all run. If no rank can move, the pattern is in the way.
-        reach = _PERIOD * ranks.unit if moved else math.inf
-        choices = [(rank, ranks.choose(rank, reach)) for rank in range(placement.ranks)]
-        moves = [(rank, place) for rank, place in choices if place is not None]
-        for rank, place in moves:
-            ranks.run(rank, place)
-        moved = bool(moves)
+        choices = [ranks.choose(rank, reach) for rank in range(placement.ranks)]
+        for rank, action in enumerate(choices):
+            if action is not None:
+                ranks.run(rank, action)
+        reach = ranks.period if any(choices) else math.inf
     return [Rows.from_actions(actions) for actions in ranks.actions]
 
 
@@ -332,77 +320,62 @@ class _Ranks:
     """The state of all ranks while the plan is written, tick by tick."""
 
     def __init__(self, count: int, microbatches: int, limit: int) -> None:
-        self.count, self.microbatches, self.limit = count, microbatches, limit
+        self.microbatches, self.limit, self.last = microbatches, limit, 2 * count - 1
         self.actions: list[list[Action]] = [[] for _ in range(count)]
         # Actions W of each rank whose I has run.
         self.weights: list[deque[Action]] = [deque() for _ in range(count)]
-        # For each stage, the micro-batches through it and the activations held for it.
-        self.through = {kind: [0] * (2 * count) for kind in (Kind.F, Kind.I)}
-        self.live = [0] * (2 * count)
+        # For each stage, the micro-batches through it.
+        self.through = {kind: [0] * (2 * count) for kind in (Kind.F, Kind.I, Kind.W)}
 
         # Due times of micro-batch 0, in whole numbers. It moves one rank in a unit on the way down,
         # and takes somewhat longer on the way up. Both stages of a rank then hold its activations
         # for 4·count + 2·_TURN units and twice the whole stretch together, which is the memory in
         # use times the period: the stretch is what the limit leaves over.
-        self.unit = unit = max(1, count - 1)
+        unit = max(1, count - 1)
         up = unit + max(0, 3 * limit - 2 * count - 4 - _TURN)
-        last = 2 * count - 1
-        at_loss = unit * count + up * (count - 1) + unit * (1 + _TURN)
-        # For each rank its next action of each kind and stage, as (due, tie, kind, stage). Of two
-        # that are due at once, the later in a micro-batch's life goes first.
-        self.queues = [
-            sorted(
-                [
-                    (unit * rank, 3, Kind.F, rank),
-                    (unit * count + up * (count - 1 - rank), 2, Kind.F, last - rank),
-                    (at_loss + unit * rank, 1, Kind.I, last - rank),
-                    (at_loss + unit * count + up * (count - 1 - rank), 0, Kind.I, rank),
-                ]
-            )
-            for rank in range(count)
-        ]
+        down = [unit * rank for rank in range(count)]
+        stages = [*down, *(unit * count + up * rank for rank in range(count))]
+        at_loss = stages[-1] + unit * (1 + _TURN)
+        self.period = _PERIOD * unit
+        self.due = {Kind.F: stages, Kind.I: [at_loss + due for due in stages[::-1]]}
 
-    def unfinished(self) -> bool:
-        return any(self.queues) or any(self.weights)
-
-    def choose(self, rank: int, reach: float) -> int | None:
-        """The place in the rank's queue of what to run now; -1 for a W, None for nothing."""
-        queue, pending = self.queues[rank], self.weights[rank]
-        for place, (due, _, kind, stage) in enumerate(queue):
-            if place and (pending or due - queue[0][0] > reach):
+    def choose(self, rank: int, reach: float) -> Action | None:
+        """What the rank runs now; None if it has to wait."""
+        pending, other = self.weights[rank], self.last - rank
+        # Of two that are due at once, the later in a micro-batch's life goes first.
+        life = [(Kind.I, rank), (Kind.I, other), (Kind.F, other), (Kind.F, rank)]
+        queue = sorted(
+            (self.due[kind][stage] + self.period * self.through[kind][stage], place)
+            for place, (kind, stage) in enumerate(life)
+            if self.through[kind][stage] < self.microbatches
+        )
+        for due, place in queue:
+            if due > queue[0][0] + reach or (pending and place != queue[0][1]):
                 break
+            kind, stage = life[place]
             if self._ready(kind, stage):
-                return place
-        return -1 if pending else None
+                return Action(stage, kind, self.through[kind][stage])
+        return pending[0] if pending else None
 
     def _ready(self, kind: Kind, stage: int) -> bool:
-        number, last = self.through[kind][stage], len(self.live) - 1
+        forward, inputs, weights = self.through.values()
         if kind is Kind.I:
-            from_next = stage == last or self.through[Kind.I][stage + 1] > number
-            return from_next and self.through[Kind.F][stage] > number
-        if stage > 0 and self.through[Kind.F][stage - 1] <= number:
+            from_next = stage == self.last or inputs[stage + 1] > inputs[stage]
+            return from_next and forward[stage] > inputs[stage]
+        if stage > 0 and forward[stage - 1] <= forward[stage]:
             return False
-        first = stage < self.count  # which leaves room for the rank's second stage
-        on_rank = self.live[stage] + self.live[last - stage]
-        return on_rank < self.limit and not (first and self.live[stage] >= self.limit - 1)
+        here, other = (forward[each] - weights[each] for each in (stage, self.last - stage))
+        first = stage < self.last - stage  # which leaves room for the rank's second stage
+        return here + other < self.limit and not (first and here >= self.limit - 1)
 
-    def run(self, rank: int, place: int) -> None:
-        """Write down the chosen action, and put the next of its kind into the queue."""
-        if place < 0:
-            action = self.weights[rank].popleft()
-            self.live[action.stage] -= 1
-            self.actions[rank].append(action)
-            return
-        due, tie, kind, stage = self.queues[rank].pop(place)
-        number = self.through[kind][stage]
-        self.through[kind][stage] += 1
-        if number + 1 < self.microbatches:
-            insort(self.queues[rank], (due + _PERIOD * self.unit, tie, kind, stage))
-        if kind is Kind.F:
-            self.live[stage] += 1
-        else:
-            self.weights[rank].append(Action(stage, Kind.W, number))
-        self.actions[rank].append(Action(stage, kind, number))
+    def run(self, rank: int, action: Action) -> None:
+        """Write down a chosen action."""
+        self.actions[rank].append(action)
+        self.through[action.kind][action.stage] += 1
+        if action.kind is Kind.I:
+            self.weights[rank].append(Action(action.stage, Kind.W, action.microbatch))
+        elif action.kind is Kind.W:
+            self.weights[rank].popleft()
 
 
 @register("v_half", stages_per_rank=2, place=Placement.v)

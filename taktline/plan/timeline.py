@@ -331,6 +331,7 @@ _LEAST = 0.01
 """The least that a straggler costs, as a share of the step; less is noise."""
 _PARTS = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I, Kind.W)}
 """The halves of a backward count together: where nothing can be split, one has all the work."""
+_WORK = {Kind.F: "forward", Kind.B: "backward"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,47 +382,42 @@ def stragglers(
     """
     timelines = check_list("timelines", timelines, Timeline)
     factor = check("factor", factor, float, least=1)
-    if work is not None:
-        check("work", work, Costs)
     if not timelines:
         return []
     plan, unit = timelines[-1].plan, timelines[-1].costs.unit
     if any(timeline.plan.placement != plan.placement for timeline in timelines):
         raise PlanError("stragglers are found in timelines with the same stages on the same ranks")
-    latest = timelines if work is not None else timelines[-1:]
-    basis = "its work accounts for" if work is not None else "it took before"
-    step = float(np.median([timeline.makespan for timeline in latest]))
+    basis, judged = "its work accounts for", timelines
+    if work is None:
+        basis, judged = "it took before", timelines[-1:]
+    least = _LEAST * float(np.median([timeline.makespan for timeline in judged]))
     found: list[Straggler] = []
-    for kind in (Kind.F, Kind.B):
-        spent = _medians(latest, kind, plan.stages)
-        if work is not None:
-            expected = _by_work(plan, work, kind, spent)
+    for kind, kinds in _PARTS.items():
+        spent = _medians(judged, kinds, plan.stages)
+        if work is None:
+            expected = _medians(timelines[:-1], kinds, plan.stages)
         else:
-            expected = _medians(timelines[:-1], kind, plan.stages)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            times = spent / expected
-            lost = (spent - expected) * plan.microbatches
-            slow = np.isfinite(times) & (times >= factor) & (lost >= _LEAST * step)
-        took = latest[-1].durations(*_PARTS[kind])
+            amount = check("work", work, Costs).of(_WORK[kind], plan.stages)
+            expected = _at_the_pace_of_others(plan, amount, spent)
+        lost = (spent - expected) * plan.microbatches
+        slow = (expected > 0) & (spent >= factor * expected) & (lost >= least)
+        took = judged[-1].durations(*kinds)
         for at in np.flatnonzero(slow).tolist():
-            known = min(3, np.count_nonzero(~np.isnan(took[at])))
-            slowest = tuple(np.argsort(-took[at], kind="stable")[:known].tolist())
-            facts = (float(spent[at]), float(times[at]), slowest, unit, basis)
+            slowest = np.argsort(-took[at], kind="stable")[:3].tolist()
+            known = tuple(number for number in slowest if not np.isnan(took[at, number]))
+            facts = (float(spent[at]), float(spent[at] / expected[at]), known, unit, basis)
             found.append(Straggler(plan.placement.rank_of[at], at, kind, *facts))
     return sorted(found, key=lambda straggler: -straggler.factor)
 
 
-def _by_work(plan: Plan, work: Costs, kind: Kind, spent: FloatArray) -> FloatArray:
-    """The time of each stage at the pace of the other ranks, in the median of their stages."""
-    amount = work.of("forward" if kind is Kind.F else "backward", plan.stages)
-    pace = np.full(plan.stages, np.nan)
-    np.divide(spent, amount, out=pace, where=amount > 0)
+def _at_the_pace_of_others(plan: Plan, amount: FloatArray, spent: FloatArray) -> FloatArray:
+    """How long each stage would take at the pace of the other ranks, in the median of stages."""
+    pace = np.divide(spent, amount, out=np.full(plan.stages, np.nan), where=amount > 0)
     rank = np.array(plan.placement.rank_of)
-    others = np.where(rank[:, None] != rank, pace, np.nan)
-    return amount * known_medians(others, axis=1)
+    return amount * known_medians(np.where(rank[:, None] != rank, pace, np.nan), axis=1)
 
 
-def _medians(timelines: Sequence[Timeline], kind: Kind, stages: int) -> FloatArray:
+def _medians(timelines: Sequence[Timeline], kinds: Sequence[Kind], stages: int) -> FloatArray:
     """For each stage the median over all micro-batches, or nan."""
-    tables = [timeline.durations(*_PARTS[kind]) for timeline in timelines]
+    tables = [timeline.durations(*kinds) for timeline in timelines]
     return known_medians(np.hstack([np.full((stages, 1), np.nan), *tables]), axis=1)

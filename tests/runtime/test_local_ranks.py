@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import taktline as tl
 from taktline.errors import StageError, TransportError
-from taktline.plan import Kind, Plan, build
-from taktline.plan.schedules import names
+from taktline.plan import Kind, Plan, build, names
 from taktline.runtime.runnable_plan import Runnable, merged
 
 X, Y = torch.linspace(-1, 1, 32).reshape(8, 4), torch.zeros(8, 4)
