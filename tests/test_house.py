@@ -34,14 +34,14 @@ def test_a_circle_is_found() -> None:
 
 
 BUDGETS = {
-    "plan": 3_503,
+    "plan": 3_460,
     "stage": 1_783,
     "transport": 3_587,
     "runtime": 5_812,
     "train": 3_286,
     "checkpoint": 1_936,
-    "render": 894,
-    "cli": 1_538,
+    "render": 878,
+    "cli": 1_467,
     "compat": 2_253,
     "split": 4_017,
     "": 1_809,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,16 +59,7 @@ class Size:
         """The plan of a schedule, by default on 4 ranks with 8 micro-batches."""
         ranks = 4 if self.ranks is None else self.ranks
         microbatches = 8 if self.microbatches is None else self.microbatches
-        schedule = find(name)
-        per_rank = schedule.stages_per_rank or self.stages_per_rank or 2
-        if min(ranks, per_rank, microbatches) > 0 and ranks * per_rank * microbatches > _MOST:
-            raise ScheduleError(
-                f"{schedule.name}: {ranks * per_rank:,} stages × {microbatches:,} micro-batches "
-                f"are {ranks * per_rank * microbatches:,} forwards; the commands plan at most "
-                f"{_MOST:,}. Pass a smaller --microbatches or --ranks, or call taktline.build() in "
-                "Python, which takes more"
-            )
-        return schedule.build(ranks, microbatches, self.stages_per_rank)
+        return find(name).build(ranks, microbatches, self.stages_per_rank, most=_MOST)
 
     def load(self, target: str) -> tuple[Plan, Costs | None]:
         """The plan in a file or of a schedule, and the costs in the file."""
@@ -174,7 +164,7 @@ def complete_name(begun: str) -> list[str]:
 
 def _is_file(target: str) -> bool:
     """Whether a FILE|NAME is a file."""
-    return target.lower().endswith((".csv", ".json")) or os.path.exists(target)
+    return target.lower().endswith((".csv", ".json"))
 
 
 def rich_table(

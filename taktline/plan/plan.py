@@ -149,7 +149,26 @@ class Level(IntEnum):
     LOWERED = 2  # and every SEND and RECV: ready to run
 
 
-class Plan:
+class Drawable:
+    """What can be drawn: a plan as it runs if all stages take equally long, or a timeline."""
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it to a file in the format of its ending.
+
+        ``.html`` is a page to explore and ``.svg`` a picture. ``.csv`` and ``.json`` hold a plan as
+        ``read`` reads it; a timeline as a line for each action, or as ``read_timeline`` reads it.
+        """
+        return render().save(self, path)
+
+    def show(self) -> None:
+        """Open a page in a browser that draws it; without a browser, print a chart."""
+        render().show(self)
+
+    def _repr_svg_(self) -> str | None:
+        return render().inline(self)
+
+
+class Plan(Drawable):
     """The actions of each rank, in order.
 
     >>> plan = Plan.from_actions([["0F0", "0B0"], ["1F0", "1B0"]])
@@ -272,21 +291,6 @@ class Plan:
             digest.update(column.astype("<i8").tobytes())
         digest.update(self.rows.joined.tobytes())
         return digest.hexdigest()
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the plan to a file in the format of its ending.
-
-        ``.csv`` and ``.json`` hold the plan, as :func:`taktline.plan.write` does; ``.html``
-        and ``.svg`` draw it as it runs if all stages take equally long.
-        """
-        return render().save_plan(self, path)
-
-    def show(self) -> None:
-        """Open a page in a browser that draws the plan; without a browser, print a chart."""
-        render().show_plan(self)
-
-    def _repr_svg_(self) -> str | None:
-        return render().inline_plan(self)
 
     def __getitem__(self, rank: int) -> list[Action | Overlap]:
         if -self.ranks <= check("rank", rank, int) < 0:

@@ -38,8 +38,18 @@ class NamedSchedule:
     generate: Generator
     summary: str
 
-    def build(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Plan:
-        """The plan for these numbers, or a ScheduleError that says what would fit."""
+    def build(
+        self,
+        ranks: int,
+        microbatches: int,
+        stages_per_rank: int | None = None,
+        *,
+        most: int = MOST_FORWARDS,
+    ) -> Plan:
+        """The plan for these numbers, or a ScheduleError that says what would fit.
+
+        It has at most so many forwards.
+        """
         fixed, asked = self.stages_per_rank, stages_per_rank
         if fixed is not None and asked not in (None, fixed):
             fitting = [name for name in names() if find(name).stages_per_rank in (None, asked)]
@@ -54,7 +64,7 @@ class NamedSchedule:
 
         ranks, microbatches = count("ranks", ranks, MOST_RANKS), count("microbatches", microbatches)
         per_rank = count("stages_per_rank", fixed or (2 if asked is None else asked))
-        count("stages × microbatches", ranks * per_rank * microbatches, MOST_FORWARDS)
+        count("stages × microbatches", ranks * per_rank * microbatches, most)
         placement = self.place(ranks, per_rank)
         return Plan(self.generate(placement, microbatches), placement, microbatches, name=self.name)
 

@@ -6,11 +6,9 @@ not need, and W the rest. Without any backward, nothing is kept beyond the forwa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -21,7 +19,7 @@ from taktline.plan.action import Action, Kind
 from taktline.plan.costs import Costs
 from taktline.plan.deps import channels, needs
 from taktline.plan.passes import add_comm
-from taktline.plan.plan import Plan, render
+from taktline.plan.plan import Drawable, Plan, render
 from taktline.plan.rows import FloatArray, IntArray, as_numbers, known_medians
 from taktline.plan.validate import require_valid
 from taktline.plan.walk import walk
@@ -86,7 +84,7 @@ class Span:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Timeline:
+class Timeline(Drawable):
     """When each row of a plan started and ended.
 
     >>> from taktline.plan import build, simulate
@@ -247,21 +245,6 @@ class Timeline:
         rank, computes = self.plan.rank_of_rows(), self.plan.rows.kind[rows] <= Kind.W
         matters = computes | (self.end > self.start)[rows] | (rank[rows] != rank[following])
         return rows[matters].tolist()
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the timeline to a file in the format of its ending.
-
-        ``.html`` is a page to explore, ``.svg`` a picture, ``.csv`` has a line for each action, and
-        ``.json`` is what ``read_timeline`` reads.
-        """
-        return render().save([self], path)
-
-    def show(self) -> None:
-        """Open the page in a browser; without one, print the chart."""
-        render().show([self])
-
-    def _repr_svg_(self) -> str | None:
-        return render().inline(self)
 
     def __repr__(self) -> str:
         shape, microbatches = self.plan.placement.shape, self.plan.microbatches

@@ -9,6 +9,7 @@ import tempfile
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from taktline.checks import check
 from taktline.errors import PlanFileError
@@ -26,37 +27,39 @@ _MOST = 20_000
 """Actions that a browser draws at once without effort."""
 
 
-def save(
-    timelines: Sequence[Timeline], path: str | os.PathLike[str], *, width: float | None = None
-) -> Path:
-    """Write timelines to a file, whose ending says how: .html, .svg, .csv or .json.
+Drawn: TypeAlias = Plan | Timeline | Sequence[Timeline]
 
-    The last two hold a single timeline; .json is what ``read_timeline`` reads. ``width`` is that of
-    a picture, in pixels.
+
+def _timelines(drawn: Drawn) -> Sequence[Timeline]:
+    """What is drawn; a plan as it runs if all stages take equally long."""
+    if isinstance(drawn, Plan):
+        return [simulate(drawn)]
+    return [drawn] if isinstance(drawn, Timeline) else drawn
+
+
+def save(drawn: Drawn, path: str | os.PathLike[str], *, width: float | None = None) -> Path:
+    """Write a plan or timelines to a file, whose ending says how: .html, .svg, .csv or .json.
+
+    The last two hold a single plan or timeline. ``width`` is that of a picture, in pixels.
     """
     path = check("path", path, Path)
     ending = path.suffix.lower()
+    if isinstance(drawn, Plan) and ending in (".csv", ".json"):
+        write(drawn, path)
+        return path
+    timelines = _timelines(drawn)
     if ending in (".csv", ".json") and len(timelines) != 1:
         raise PlanFileError(path, "holds one timeline; draw several as .html or .svg")
-    if ending == ".html":
-        write_text(path, to_html(timelines))
-    elif ending == ".svg":
-        write_text(path, to_svg(timelines, width=width))
+    if ending == ".json":
+        write_timeline(timelines[0], path)
     elif ending == ".csv":
         write_text(path, to_csv(timelines[0]))
-    elif ending == ".json":
-        write_timeline(timelines[0], path)
+    elif ending == ".svg":
+        write_text(path, to_svg(timelines, width=width))
+    elif ending == ".html":
+        write_text(path, to_html(timelines))
     else:
         raise PlanFileError(path, f"ends in .html, .svg, .csv or .json, not in {ending!r}")
-    return path
-
-
-def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
-    """Write a plan as .csv or .json, or draw it as it runs if all stages take equally long."""
-    path = check("path", path, Path)
-    if path.suffix.lower() not in (".csv", ".json"):
-        return save([simulate(plan)], path)
-    write(plan, path)
     return path
 
 
@@ -81,26 +84,19 @@ def to_csv(timeline: Timeline) -> str:
     return text.getvalue()
 
 
-def show(timelines: Sequence[Timeline]) -> None:
-    """Open the page in a browser; without one, print the chart."""
-    folder = tempfile.mkdtemp(prefix="taktline-")
-    page = save(timelines, Path(folder) / "timeline.html")
+def show(drawn: Drawn) -> None:
+    """Open a page in a browser; without one, print a chart."""
+    timelines = _timelines(drawn)
+    page = save(timelines, Path(tempfile.mkdtemp(prefix="taktline-")) / "timeline.html")
     if not webbrowser.open(page.as_uri()):
         print(chart(timelines))
 
 
-def show_plan(plan: Plan) -> None:
-    """Show a plan as it runs if all stages take equally long."""
-    show([simulate(plan)])
-
-
-def inline(timeline: Timeline) -> str | None:
-    """A drawing for a notebook, as wide as its page; None if it would be too much for it."""
-    if len(timeline.plan.rows) > _MOST:
+def inline(drawn: Plan | Timeline) -> str | None:
+    """A drawing as wide as a notebook; None if it is too large, or of a plan that cannot run."""
+    if isinstance(drawn, Plan) and validate(drawn):
         return None
-    return to_svg([timeline], width=min(natural_width([timeline]), _PAGE))
-
-
-def inline_plan(plan: Plan) -> str | None:
-    """A plan in a notebook; None if it cannot run."""
-    return None if validate(plan) else inline(simulate(plan))
+    timelines = _timelines(drawn)
+    if len(timelines[0].plan.rows) > _MOST:
+        return None
+    return to_svg(timelines, width=min(natural_width(timelines), _PAGE))

@@ -14,6 +14,7 @@ import numpy as np
 from taktline.checks import check
 from taktline.plan.action import Kind, Overlap
 from taktline.plan.plan import Level, Plan
+from taktline.plan.rows import FloatArray
 from taktline.plan.timeline import Timeline
 from taktline.plan.validate import validate
 from taktline.plan.walk import unit_run
@@ -60,16 +61,23 @@ def grid(plan: Plan, width: int | None = None, *, colour: bool = False) -> str:
     rank 0 │ 0F0 0F1         0B0────     0B1────
     rank 1 │     1F0 1B0──── 1F1 1B1────
     """
-    to_scale = plan.level == Level.COMPUTE and not validate(plan)
     ranks = range(min(plan.ranks, _MOST_RANKS))
-    cells = [_steps(plan, rank, to_scale) for rank in ranks]
-    unit = max((math.ceil((len(text) + 1) / n) for row in cells for text, n, _ in row), default=1)
-    lines = [_grid_line(row, unit) for row in cells]
+    if plan.level == Level.COMPUTE and not validate(plan):
+        run = unit_run(plan)
+        rows = [_boxes(plan, rank, run.start, run.arrival) for rank in ranks]
+    else:
+        actions = ([*_actions(plan, rank)] for rank in ranks)
+        rows = [[(*each[:2], at, at + 1) for at, each in enumerate(row)] for row in actions]
+    widths = [math.ceil((len(text) + 1) / (end - at)) for row in rows for text, _, at, end in row]
+    unit = max(widths, default=1)
+    longest = round(unit * max((row[-1][-1] for row in rows if row), default=0))
+    lines = [_drawn(row, unit, longest, idle=" ", filled_from=2) for row in rows]
     label = _label_width(plan)
     room = max(1, (_width(width) - label) // unit) * unit
-    longest = max(map(len, lines), default=0)
     blocks = range(0, longest, room)
-    parts = [_title(plan)]
+    parts = [f"{plan.name}: {plan.placement.shape}, {counted(plan.microbatches, 'micro-batch')}"]
+    if plan.level != Level.COMPUTE:
+        parts[0] += f", {plan.level.name.lower()}, in order"
     for at in blocks[:_MOST_BLOCKS]:
         parts += [""] if at else []
         parts += [
@@ -77,41 +85,9 @@ def grid(plan: Plan, width: int | None = None, *, colour: bool = False) -> str:
             for rank, line in enumerate(lines)
         ]
     if len(blocks) > _MOST_BLOCKS:
-        steps = counted((longest - _MOST_BLOCKS * room + unit - 1) // unit, "step")
+        steps = counted((longest - _MOST_BLOCKS * room) // unit, "step")
         parts.append(f"… {steps} more; write the plan to a .csv or .json file to see all")
     return "\n".join([*parts, *_hidden_ranks(plan)])
-
-
-def _title(plan: Plan) -> str:
-    parts = [plan.placement.shape, counted(plan.microbatches, "micro-batch")]
-    if plan.level != Level.COMPUTE:
-        parts.append(f"{plan.level.name.lower()}, in order")
-    return f"{plan.name}: {', '.join(parts)}"
-
-
-_Cell: TypeAlias = tuple[str, int, Kinds]
-"""(text, units of time, kinds) of an action or, with an empty text, of a gap."""
-
-
-def _steps(plan: Plan, rank: int, to_scale: bool) -> list[_Cell]:
-    if not to_scale:
-        return [(text, 1, kinds) for text, kinds, _ in _actions(plan, rank)]
-    run, cells, now = unit_run(plan), list[_Cell](), 0
-    for text, kinds, row in _actions(plan, rank):
-        start, end = int(run.start[row]), int(run.arrival[row])
-        cells += [("", start - now, ())] * (start > now)
-        cells.append((text, end - start, kinds))
-        now = end
-    return cells
-
-
-def _grid_line(cells: Iterable[_Cell], unit: int) -> _Line:
-    """An action of several units fills them with a line; a gap stays blank."""
-    line: _Line = []
-    for text, count, kinds in cells:
-        fill = "─" if text and count > 1 else " "
-        line += _line(text.ljust(unit * count - 1, fill), kinds) + _line(" ")
-    return line
 
 
 def chart(timelines: Sequence[Timeline], width: int | None = None, *, colour: bool = False) -> str:
@@ -139,45 +115,60 @@ def chart(timelines: Sequence[Timeline], width: int | None = None, *, colour: bo
             f"bubble {timeline.bubble():.1%}, "
             f"peak memory {timeline.peak_memory.max():.4g}"
         )
-        style = _style(timeline, columns / makespan)
-        for rank in range(min(plan.ranks, _MOST_RANKS)):
-            line = _chart_line(timeline, rank, columns / makespan, style)
+        ranks = range(min(plan.ranks, _MOST_RANKS))
+        rows = [_boxes(plan, rank, timeline.start, timeline.end) for rank in ranks]
+        rows = _labelled([[box for box in row if box[1]] for row in rows], columns / makespan)
+        length = round(timeline.makespan * columns / makespan)
+        for rank, row in enumerate(rows):
+            line = _drawn(row, columns / makespan, length, idle="·", filled_from=0)
             parts.append(_label(rank, label) + _shown(line[: columns + 1], colour))
         parts += _hidden_ranks(plan)
     return "\n".join([*parts, " " * label + _axis(makespan, columns)])
 
 
-def _chart_line(timeline: Timeline, rank: int, scale: float, style: int) -> _Line:
-    """Boxes, each with its label; dots where the rank is idle."""
-    line = _line("·" * round(timeline.makespan * scale))
-    for text, kinds, row in _actions(timeline.plan, rank):
-        if kinds:
-            start, end = round(timeline.start[row] * scale), round(timeline.end[row] * scale)
-            room = max(1, end - start - 1)
-            box = _line(_labels(text)[style][:room].ljust(room, "─"), kinds)
-            line[start : max(end, start + 1)] = box + _line(" ") * (end - start > 1)
+_Box: TypeAlias = tuple[str, Kinds, float, float]
+"""(text, kinds, start, end) of an action."""
+
+
+def _boxes(plan: Plan, rank: int, start: FloatArray, end: FloatArray) -> list[_Box]:
+    return [(text, kinds, start[row], end[row]) for text, kinds, row in _actions(plan, rank)]
+
+
+def _drawn(
+    boxes: Iterable[_Box], scale: float, length: int, *, idle: str, filled_from: int
+) -> _Line:
+    """A line of boxes to scale; their text is filled up with a line from so many units on."""
+    line = _line(idle * length)
+    for text, kinds, start, end in boxes:
+        first, last = round(start * scale), round(end * scale)
+        room = max(1, last - first - 1)
+        fill = "─" if end - start >= filled_from else " "
+        box = _line(text[:room].ljust(room, fill), kinds) + _line(" ") * (last - first > 1)
+        line[first : max(last, first + 1)] = box
     return line
+
+
+def _labelled(rows: list[list[_Box]], scale: float) -> list[list[_Box]]:
+    """The boxes with the longest kind of label that fits into all: ``3F7``, ``F7`` or ``F``."""
+
+    def fits(style: int) -> bool:
+        return all(
+            len(_labels(text)[style]) < int((end - start) * scale)
+            for row in rows
+            for text, _, start, end in row
+        )
+
+    style = next(filter(fits, (0, 1)), 2)
+    return [
+        [(_labels(text)[style], kinds, start, end) for text, kinds, start, end in row]
+        for row in rows
+    ]
 
 
 def _labels(text: str) -> tuple[str, str, str]:
     """The labels of a box, the longest first: ``3F7``, ``F7``, ``F``; for a pair at last ``&``."""
     short = re.sub(r"\d+([A-Z])", r"\1", text)
     return text, short, "&" if "&" in text else short[0]
-
-
-def _style(timeline: Timeline, scale: float) -> int:
-    """The longest kind of label that fits into all boxes; all of them get the same kind."""
-    computes = timeline.plan.rows.kind <= Kind.W
-    if (timeline.end - timeline.start)[computes].min(initial=np.inf) * scale < 3:
-        return 2  # not even two letters fit; so much is clear without looking at each box
-    boxes = [
-        (int((timeline.end[row] - timeline.start[row]) * scale) - 1, _labels(text))
-        for rank in range(min(timeline.plan.ranks, _MOST_RANKS))
-        for text, kinds, row in _actions(timeline.plan, rank)
-        if kinds
-    ]
-    fit = (style for style in (0, 1) if all(len(label[style]) <= room for room, label in boxes))
-    return next(fit, 2)
 
 
 def _axis(makespan: float, columns: int) -> str:

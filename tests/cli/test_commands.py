@@ -84,9 +84,13 @@ BAD_INPUT = [
     ("explore --ranks 64", "--ranks must be from 1 to 32, not 64"),
     ("explore -o page.svg", "the page is an .html file, not '.svg'"),
     *(
-        (f"{command} zbv {size}", "forwards; the commands plan at most 500,000")
+        (f"{command} zbv {size}", f"must be a whole number from 1 to {most}, not ")
         for command in ("plan", "show", "simulate", "compare")
-        for size in ("-m 3000000", f"-m {10**30}", "-r 3000000")
+        for size, most in (
+            ("-m 3000000", "500,000"),
+            (f"-m {10**30}", "500,000"),
+            ("-r 3000000", "4,096"),
+        )
     ),
 ]
 
