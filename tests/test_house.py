@@ -114,7 +114,7 @@ def test_private_names_of_torch_are_looked_up() -> None:
 
 
 @pytest.mark.limit(900)
-@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_the_package_is_imported_without_private_names_of_torch(each: bool) -> None:
     words = [sys.executable, "-W", "error", "-m", "tests.missing_names", *(["--each"] * each)]
     made = subprocess.run(words, capture_output=True, text=True, check=True)

@@ -22,10 +22,13 @@ from tests import warm
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
+SMALL = ("--ranks", "2", "--microbatches", "2")
+
+
 def shown(*words: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with warm.commands() as folder:
-        command = [str(folder / "taktline"), "demo", "--steps", "3", "--microbatches", "2", *words]
+        command = [str(folder / "taktline"), "demo", *SMALL, "--steps", "3", *words]
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
@@ -101,7 +104,7 @@ def test_the_commands_that_it_names_exist(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "taktline", "demo", "--steps", "1000"]
+    command = [sys.executable, "-m", "taktline", "demo", *SMALL, "--steps", "1000"]
     command += ["--output", str(tmp_path / "page.html")]
     process = subprocess.Popen(
         command,
