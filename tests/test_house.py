@@ -37,7 +37,7 @@ BUDGETS = {
     "plan": 3_460,
     "stage": 1_783,
     "transport": 3_587,
-    "runtime": 5_812,
+    "runtime": 5_788,
     "train": 3_286,
     "checkpoint": 1_936,
     "render": 878,

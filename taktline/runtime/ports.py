@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any, TypeAlias
 
@@ -35,6 +35,7 @@ from taktline.transport import Channel, Handle, Post
 from taktline.transport.codec import decode, encode
 from taktline.transport.wire import Layout, Parcel
 
+_CPU = torch.device("cpu")
 _UNDER_WAY = 2
 """How many messages of a boundary may be under way where no reply tells that they arrived."""
 _HEAD = struct.Struct("<3q")
@@ -43,12 +44,15 @@ _MOST_TEXT = 1 << 24
 _DONE, _FAILED = 0x7A4B0001, 0x7A4B0002
 """The first number of a message: its sender has worked, or failed."""
 
-_Message: TypeAlias = tuple[Signature, torch.Tensor] | SignatureError | None
-"""A message; an error if it cannot be read, None from a rank that has failed."""
-
 
 class PeerFailed(Exception):
     """The sender of a message has failed; it reports why at the end of the step."""
+
+
+_Message: TypeAlias = tuple[Signature, torch.Tensor] | SignatureError | PeerFailed
+"""A message; an error if it cannot be read, or comes from a rank that has failed."""
+Queue: TypeAlias = dict[tuple[int, int], _Message | None]
+"""The messages of a channel in a first step, by stage and micro-batch; None: not received yet."""
 
 
 class BrokenChannel(TransportError):
@@ -89,26 +93,35 @@ class Sends:
 
 
 class Outgoing:
-    """The sending end of a boundary whose signatures are known: one message a micro-batch."""
+    """The sending end of a boundary: one message for each micro-batch."""
 
     def __init__(
         self,
         place: tuple[Channel, int],
         post: Post,
         sends: Sends,
-        layouts: Sequence[Layout] = (),
+        device: torch.device = _CPU,
+        layouts: Sequence[Layout] | None = None,
         signatures: Sequence[Signature] | None = None,
     ) -> None:
-        """``place`` is the channel and the stage. Gradients have no ``signatures``."""
-        self._place, self._post, self.sends = place, post, sends
+        """``place`` is the channel and the stage.
+
+        Without ``layouts`` each message describes itself. Gradients have no ``signatures``.
+        """
+        self._place, self._post, self.sends, self._device = place, post, sends, device
         self._layouts, self._signatures = layouts, signatures
+        self.learned: dict[int, Signature] = {}
+        """The signatures of messages that describe themselves."""
         self._packed: dict[int, tuple[Layout, list[Parcel]]] = {}
 
     def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
         """Pack the values; missing gradients become zeros."""
+        if self._layouts is None:
+            self._packed[microbatch] = self._described(microbatch, leaves, spec)
+            return
         if self._signatures is not None:
             _require_as_before(self._signatures[microbatch], leaves, spec)
-            leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            leaves = _tensors(leaves)
         layout = self._layouts[microbatch]
         self._packed[microbatch] = layout, [layout.pack(leaves)]
 
@@ -119,40 +132,33 @@ class Outgoing:
 
     def fail(self, microbatch: int) -> None:
         """Report a failure instead."""
-        layout = self._layouts[microbatch]
-        self._packed[microbatch] = layout, [layout.failure()]
+        if self._layouts is None:
+            parts = Layout(()), [self._parcel(_HEAD.pack(_FAILED, 0, 0))]
+        else:
+            parts = self._layouts[microbatch], [self._layouts[microbatch].failure()]
+        self._packed[microbatch] = parts
         self.send(microbatch)
 
     def settle(self, microbatch: int) -> None:
         """Wait until a message has left, once its receiver has shown that it arrived."""
         self.sends.settle((*self._place, microbatch))
 
-
-class FirstOutgoing(Outgoing):
-    """The sending end of a boundary in a first step: sends values with their description."""
-
-    def __init__(self, place: tuple[Channel, int], post: Post, device: torch.device) -> None:
-        super().__init__(place, post, Sends())
-        self._device = device
-        self.learned: dict[int, Signature] = {}
-
-    def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
-        """Pack the values, and note their signature."""
+    def _described(
+        self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None
+    ) -> tuple[Layout, list[Parcel]]:
         signature = self.learned[microbatch] = Signature.of(leaves, spec)
         layout, text = Layout(signature.tensors, self._device), encode(signature)
-        data = layout.pack([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        head = self._parcel(_HEAD.pack(_DONE, len(text), data.buffer.nbytes))
-        parcels = [head, self._parcel(text), Parcel(data.buffer, b"", data.views)]
-        self._packed[microbatch] = layout, parcels
-
-    def fail(self, microbatch: int) -> None:
-        """Report a failure instead."""
-        self._packed[microbatch] = Layout(()), [self._parcel(_HEAD.pack(_FAILED, 0, 0))]
-        self.send(microbatch)
+        data = layout.pack(_tensors(leaves))
+        head = _HEAD.pack(_DONE, len(text), data.buffer.nbytes)
+        return layout, [self._parcel(head), self._parcel(text), replace(data, marks=b"")]
 
     def _parcel(self, data: bytes) -> Parcel:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
         return Parcel(buffer, b"", [])
+
+
+def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _require_as_before(signature: Signature, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
@@ -205,35 +211,22 @@ class Incoming:
             posted[0].wait()
 
 
-@dataclass(slots=True)
-class Queue:
-    """The messages of a channel in a first step: those to come, and those that were early."""
-
-    expected: deque[tuple[int, int]] = field(default_factory=deque)
-    """The stage and micro-batch of each."""
-    arrived: dict[tuple[int, int], _Message] = field(default_factory=dict)
-
-
 class FirstIncoming:
     """The receiving end of a boundary in a first step: reads messages, and notes signatures."""
 
     def __init__(self, post: Post, stage: PipelineStage, queue: Queue) -> None:
         """Stages that share a channel share its ``queue``."""
-        self._post = post
-        self._stage = stage
-        self._queue = queue
+        self._post, self._stage, self._queue = post, stage, queue
         self.learned: dict[int, Signature] = {}
 
     def post(self, microbatch: int) -> None:
         """Note that the message comes next: its size is unknown."""
-        self._queue.expected.append((self._stage.stage_index, microbatch))
+        self._queue[self._stage.stage_index, microbatch] = None
 
     def take(self, microbatch: int) -> Values:
         """Wait for the values."""
         message = self._message(microbatch)
-        if message is None:
-            raise PeerFailed
-        if isinstance(message, SignatureError):
+        if isinstance(message, Exception):
             raise message
         signature, data = message
         self.learned[microbatch] = signature
@@ -242,23 +235,23 @@ class FirstIncoming:
 
     def discard(self, microbatch: int) -> None:
         """Receive the values unless they were taken, and forget them."""
-        key = (self._stage.stage_index, microbatch)
-        if key in self._queue.arrived or key in self._queue.expected:
+        if (self._stage.stage_index, microbatch) in self._queue:
             self._message(microbatch)
 
     def _message(self, microbatch: int) -> _Message:
         queue, key = self._queue, (self._stage.stage_index, microbatch)
-        while key not in queue.arrived:
-            queue.arrived[queue.expected[0]] = self._receive()
-            queue.expected.popleft()
-        return queue.arrived.pop(key)
+        while (message := queue[key]) is None:
+            first = next(key for key, early in queue.items() if early is None)
+            queue[first] = self._receive()
+        del queue[key]
+        return message
 
     def _receive(self) -> _Message:
         """The next message of the channel."""
         device = self._stage.device
         status, text_size, data_size = _HEAD.unpack(self._bytes(_HEAD.size))
         if status == _FAILED:
-            return None
+            return PeerFailed()
         known = 0 < text_size <= _MOST_TEXT and 0 <= data_size <= _memory(device)
         if status != _DONE or not known:
             raise BrokenChannel(
@@ -311,54 +304,49 @@ class _Maker:
     """Makes the ports of channels."""
 
     def __init__(self, binding: Binding, known: Signatures | None) -> None:
-        self._binding = binding
-        self._transport = binding.transport
-        self._known = known
+        self._binding, self._transport, self._known = binding, binding.transport, known
         limited = binding.most_sends is not None and binding.sends_may_wait
         self._shared = Sends(binding.most_sends or 0) if limited else None
         self._layouts: dict[object, Layout] = {}
-        self._queues: dict[Channel, Queue] = {}
+        self._queues: defaultdict[Channel, Queue] = defaultdict(dict)
 
     def incoming(self, stage: int, channel: Channel) -> Incoming | FirstIncoming:
         """The receiving end for a stage."""
-        owner = self._binding.stages[stage]
-        if self._known is not None:
-            signatures = (
-                [Signature(s.gradients) for s in self._known.leaving[stage]]
-                if channel.gradients
-                else self._known.arriving[stage]
-            )
-            layouts = [self._layout(stage, s.tensors) for s in signatures]
-            return Incoming(self._transport.receiver(channel), layouts, signatures)
-        queue = self._queues.setdefault(channel, Queue())
-        return FirstIncoming(self._transport.receiver(channel), owner, queue)
+        post = self._transport.receiver(channel)
+        if self._known is None:
+            return FirstIncoming(post, self._binding.stages[stage], self._queues[channel])
+        signatures = self._known.arriving.get(stage, [])
+        if channel.gradients:
+            signatures = [Signature(s.gradients) for s in self._known.leaving[stage]]
+        return Incoming(post, self._laid_out(stage, [s.tensors for s in signatures]), signatures)
 
     def outgoing(self, stage: int, channel: Channel) -> Outgoing:
         """The sending end for a stage."""
         place, known = (channel, stage), self._known
+        post = self._transport.sender(channel, eager=known is None)
         if known is None:
-            post = self._transport.sender(channel, eager=True)
-            return FirstOutgoing(place, post, self._binding.stages[stage].device)
+            return Outgoing(place, post, Sends(), self._binding.stages[stage].device)
         # In training, the gradient of a micro-batch shows that its activations have arrived.
         answered = self._binding.trains and not channel.gradients
         unlimited = answered or not self._binding.sends_may_wait
         sends = self._shared or Sends(inf if unlimited else _UNDER_WAY)
-        post = self._transport.sender(channel)
         if channel.gradients:
-            layouts = [self._layout(stage, s.gradients) for s in known.arriving[stage]]
-            return Outgoing(place, post, sends, layouts)
+            layouts = self._laid_out(stage, [s.gradients for s in known.arriving[stage]])
+            return Outgoing(place, post, sends, layouts=layouts)
         leaving = known.leaving[stage]
-        layouts = [self._layout(stage, s.tensors) for s in leaving]
-        return Outgoing(place, post, sends, layouts, leaving)
+        layouts = self._laid_out(stage, [s.tensors for s in leaving])
+        return Outgoing(place, post, sends, layouts=layouts, signatures=leaving)
 
-    def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
-        owner = self._binding.stages[stage]
-        # Stages share layouts and buffers, unless they may lie on different meshes.
-        sharded = any(tensor.sharding for tensor in tensors)
-        key = (tensors, owner.device, stage if sharded else None)
-        if key not in self._layouts:
-            self._layouts[key] = Layout(tensors, owner.device, owner.mesh_for)
-        return self._layouts[key]
+    def _laid_out(self, stage: int, values: Iterable[tuple[TensorMeta, ...]]) -> list[Layout]:
+        owner, found = self._binding.stages[stage], list[Layout]()
+        for tensors in values:
+            # Stages share layouts and buffers, unless they may lie on different meshes.
+            sharded = any(tensor.sharding for tensor in tensors)
+            key = (tensors, owner.device, stage if sharded else None)
+            if key not in self._layouts:
+                self._layouts[key] = Layout(tensors, owner.device, owner.mesh_for)
+            found.append(self._layouts[key])
+        return found
 
 
 def _memory(device: torch.device) -> int:

@@ -25,7 +25,7 @@ from taktline import pytree
 from taktline.errors import StageError, TaktlineError, text_of
 from taktline.meta import Signature
 from taktline.plan import Action, Kind, Plan
-from taktline.runtime.ports import FirstIncoming, FirstOutgoing, Outgoing, PeerFailed, ports_of
+from taktline.runtime.ports import FirstIncoming, Outgoing, PeerFailed, ports_of
 from taktline.runtime.runnable_plan import merged
 from taktline.runtime.stage_actions import (
     Binding,
@@ -99,7 +99,7 @@ class Program:
         """
         self._rank_of = rank_of
         self._each = instructions
-        self._joined = joined
+        self._joined = joined or (lambda: instructions)
         self._instructions = instructions
         """The instructions of the current run."""
         self._settles = list(settles)
@@ -117,7 +117,7 @@ class Program:
 
         Raises if the ranks cannot go on together.
         """
-        self._instructions = self._quickest() if wrap is None else self._each
+        self._instructions = self._joined() if wrap is None else self._each
         runs = [each.run if wrap is None else wrap(each) for each in self._instructions]
         failure = None
         try:
@@ -134,12 +134,12 @@ class Program:
                 fate(error, located)
             failure = Failure(located)
         if failure is not None:
-            self._play_on(self.position, fate)
+            self.forgo(fate, self.position)
         return failure
 
     def actions(self) -> list[Action]:
         """The actions of an unobserved run, in order; one for each instruction."""
-        return [instruction.action for instruction in self._quickest()]
+        return [instruction.action for instruction in self._joined()]
 
     def run_alone(self, before: Callable[[Action], None], after: Callable[[], None]) -> None:
         """Run all instructions and wait for all sends; raises the first error with its place.
@@ -147,7 +147,7 @@ class Program:
         For a capture, in which no message reaches another rank. ``before`` and ``after`` are called
         around each instruction.
         """
-        self._instructions = running = self._quickest()
+        self._instructions = running = self._joined()
         try:
             for self.position, instruction in enumerate(running):
                 before(instruction.action)
@@ -157,23 +157,11 @@ class Program:
             raise self._located(error) from error
         self.settle()
 
-    def forgo(self, fate: Fate | None = None) -> None:
-        """Compute nothing, but take part in every message."""
-        self._play_on(0, fate)
+    def forgo(self, fate: Fate | None = None, position: int = 0) -> None:
+        """Compute nothing from a position on, but take part in every message.
 
-    def settle(self) -> None:
-        """Wait for all sends and free their buffers; only after every rank has ended the step.
-
-        Not earlier: gloo may lose track of a message whose connection ends, and wait for ever.
+        So no other rank hangs.
         """
-        for settle in self._settles:
-            settle()
-
-    def _quickest(self) -> Sequence[Instruction]:
-        return self._each if self._joined is None else self._joined()
-
-    def _play_on(self, position: int, fate: Fate | None) -> None:
-        """Take part in the messages from a position on, so that no other rank hangs."""
         for call in [instruction.forgo for instruction in self._instructions[position:]]:
             if call is None:
                 continue
@@ -184,6 +172,14 @@ class Program:
                     raise
                 if fate is not None:
                     fate(error, None)
+
+    def settle(self) -> None:
+        """Wait for all sends and free their buffers; only after every rank has ended the step.
+
+        Not earlier: gloo may lose track of a message whose connection ends, and wait for ever.
+        """
+        for settle in self._settles:
+            settle()
 
     def _located(self, error: Exception) -> StageError:
         """An error of the running instruction, with its place."""
@@ -240,7 +236,7 @@ class Bound:
         for stage, ports in self.ports.items():
             sides = (arriving, ports.activations_in), (leaving, ports.activations_out)
             for table, port in sides:
-                if isinstance(port, FirstIncoming | FirstOutgoing):
+                if isinstance(port, FirstIncoming | Outgoing):
                     table[stage] = [port.learned[m] for m in range(self.plan.microbatches)]
         return Signatures(arriving, leaving)
 
@@ -260,7 +256,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
     if drawing and known is not None and binding.trains:
         loop = plain_loop(each, binding, known)
     if isinstance(drawing, RankRandom):
-        each, joined = (_switching(program, drawing, rank_of) for program in (each, joined))
+        each, joined = (_of_ranks(program, drawing, rank_of) for program in (each, joined))
 
     def quickest() -> Sequence[Instruction]:
         # The random numbers of a rank depend on the order in which it computes.
@@ -319,23 +315,14 @@ def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:
     return Instruction(action, sync.reshard, sync.forgo_reshard)
 
 
-def _switching(
+def _of_ranks(
     instructions: Sequence[Instruction], random: RankRandom, rank_of: Sequence[int]
 ) -> list[Instruction]:
-    """The same instructions; wherever the rank changes, random numbers are those of the next."""
-    found, before = list[Instruction](), None
-    for each in instructions:
-        rank = rank_of[each.action.stage]
-        if rank != before:
-            each = replace(each, run=partial(_run_as, random, rank, each.run))
-        found.append(each)
-        before = rank
-    return found
-
-
-def _run_as(random: RankRandom, rank: int, run: Callable[[], None]) -> None:
-    random.switch(rank)
-    run()
+    """The same instructions, each of which draws the random numbers of its rank."""
+    return [
+        replace(each, run=partial(random.run, rank_of[each.action.stage], each.run))
+        for each in instructions
+    ]
 
 
 def join(
@@ -458,17 +445,14 @@ class _Backward:
     def _mark(self, stage: int, values: Sequence[Any]) -> None:
         """Hook the nodes of all tensors among some values."""
         for value in values:
-            tensors = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
-            for tensor in tensors:
-                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                    self._hook(stage, tensor.grad_fn)
-
-    def _hook(self, stage: int, node: Any) -> None:
-        share = getattr(node, "_register_hook_dict", None)
-        if share is not None:
-            share(self._hooks[stage])
-        else:  # slower, without the private way
-            node.register_prehook(partial(self._come, stage))
+            for tensor in [value] if type(value) is torch.Tensor else pytree.tree_leaves(value):
+                node = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+                if node is None:
+                    continue
+                if hasattr(node, "_register_hook_dict"):
+                    node._register_hook_dict(self._hooks[stage])
+                else:  # slower, without the private way
+                    node.register_prehook(partial(self._come, stage))
 
     def _come(self, stage: int, _: object) -> None:
         self.stage = stage

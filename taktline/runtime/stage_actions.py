@@ -504,6 +504,12 @@ class RankRandom(Drawing):
             for (_, known), each in zip(self._states, states, strict=True):
                 known[:] = each
 
+    def run(self, rank: int, run: Callable[[], None]) -> None:
+        """Run something with the numbers of a rank."""
+        if rank != self._rank:
+            self.switch(rank)
+        run()
+
     def switch(self, rank: int) -> None:
         """Draw for another rank from now on."""
         # Always: to compare the states would take longer.

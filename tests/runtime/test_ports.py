@@ -21,7 +21,7 @@ import taktline as tl
 from taktline.errors import SignatureError, TransportError
 from taktline.meta import TensorMeta
 from taktline.runtime import ports
-from taktline.runtime.ports import FirstOutgoing, Outgoing, Sends
+from taktline.runtime.ports import Outgoing, Sends
 from taktline.transport import Channel, codec
 from taktline.transport.wire import Layout
 from tests.workers import Workers
@@ -40,7 +40,7 @@ class Message:
 
 def known(post: Callable[..., Message]) -> Callable[[int], None]:
     layout = Layout((TensorMeta((4,), torch.float32),))
-    port = Outgoing(PLACE, post, Sends(), [layout] * 8)
+    port = Outgoing(PLACE, post, Sends(), layouts=[layout] * 8)
 
     def send(microbatch: int) -> None:
         port.give(microbatch, [torch.full((4,), float(microbatch))], None)
@@ -50,7 +50,7 @@ def known(post: Callable[..., Message]) -> Callable[[int], None]:
 
 
 def self_described(post: Callable[..., Message]) -> Callable[[int], None]:
-    port = FirstOutgoing(PLACE, post, torch.device("cpu"))
+    port = Outgoing(PLACE, post, Sends())
     return lambda microbatch: port.fail(microbatch)
 
 
@@ -84,7 +84,7 @@ def test_a_limit_for_the_messages_of_all_ports(limit: int) -> None:
         posted.append(Message(done=False))
         return posted[-1]
 
-    ports = [Outgoing((PLACE[0], stage), post, sends, [layout] * 4) for stage in range(2)]
+    ports = [Outgoing((PLACE[0], stage), post, sends, layouts=[layout] * 4) for stage in range(2)]
     for _ in range(2):  # steps
         for microbatch in range(4):
             for port in ports:
@@ -204,7 +204,7 @@ def test_a_message_is_fetched_whole_before_it_is_read() -> None:
     port = incoming(struct.pack("<3q", ports._DONE, 3, 48), b"{}}", bytes(48))
     with pytest.raises(SignatureError):
         port.take(0)
-    assert not port._queue.expected
+    assert not port._queue
 
 
 class Secret(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from taktline.errors import ArgumentError
-from taktline.meta import as_arguments
 from taktline.stage import PipelineStage
 from taktline.stage.names import unwrapped
 from taktline.stage.stage import parameters_of
@@ -27,119 +26,57 @@ def stage_of(module: nn.Module, index: int = 1, count: int = 3) -> PipelineStage
     return PipelineStage(module, index, count, CPU)
 
 
-class SeveralOutputs(nn.Module):
-    """Outputs that share a part of their graph, and each have one of their own."""
+class Branches(nn.Module):
+    """Three inputs: used, detached, unused; three outputs: one is an input, two have a layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.common, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = F.gelu(self.common(x))
-        return self.left(x), self.right(x), x
-
-
-class SeveralInputs(nn.Module):
-    """Two inputs are used, the second only detached, the third not at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-        return self.layer(x) * y.detach()
-
-
-class PassesOn(nn.Module):
-    """Returns its input beside a result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, self.layer(x)
-
-
-class TwoBranches(nn.Module):
-    """Two outputs that have nothing in common but the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.left(x), self.right(x)
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        common = F.gelu(self.common(x)) * y.detach()
+        return x, self.left(common), self.right(common)
 
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
 
 
-MODULES: dict[str, tuple[Callable[[], nn.Module], int, list[bool]]] = {
-    "an MLP": (mlp, 1, [True]),
-    "an output without gradient": (SeveralOutputs, 1, [True, False, True]),
-    "no output with a gradient": (SeveralOutputs, 1, [False, False, False]),
-    "inputs without gradient": (SeveralInputs, 3, [True]),
-    "the input as an output": (PassesOn, 1, [True, True]),
-    "only the input gets a gradient": (PassesOn, 1, [True, False]),
-    "two branches": (TwoBranches, 1, [True, True]),
-}
-"""Each module, the number of its inputs, and which outputs get a gradient."""
+def drawn(*reached: bool) -> Gradients:
+    return [torch.randn(2, 4) if here else None for here in reached]
 
 
-class Example:
-    """A module with the inputs and the output gradients of some micro-batches."""
+def inputs_of(count: int) -> list[Tensor]:
+    return [torch.randn(2, 4, requires_grad=True) for _ in range(count)]
 
-    def __init__(self, name: str, microbatches: int = 1) -> None:
-        make, inputs, reached = MODULES[name]
-        self.generator = torch.Generator().manual_seed(len(name))
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(len(name))
-            self.module = make()
-        self.inputs = [[self._random() for _ in range(inputs)] for _ in range(microbatches)]
-        self.gradients: list[Gradients] = [
-            [self._random() if here else None for here in reached] for _ in range(microbatches)
-        ]
 
-    def forward(self, module: nn.Module, m: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Inputs as they arrive at a stage, and what the module makes of them."""
-        inputs = [x.clone().requires_grad_() for x in self.inputs[m]]
-        return inputs, list(as_arguments(module(*inputs)))
+def plain(module: nn.Module, inputs: list[Tensor], gradients: Gradients) -> Gradients:
+    """The gradients of the inputs and of the weights, by a plain backward."""
+    module, inputs = deepcopy(module), [x.detach().clone().requires_grad_() for x in inputs]
+    output = module(*inputs)
+    outputs = output if isinstance(output, tuple) else (output,)
+    pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None]
+    if pairs:
+        torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+    return [x.grad for x in (*inputs, *module.parameters())]
 
-    def plain(self, order: Sequence[int] = (0,)) -> tuple[dict[int, Gradients], Gradients]:
-        """Gradients of the inputs by micro-batch, and of the parameters, by a plain backward."""
-        module, found = deepcopy(self.module), {}
-        for m in order:
-            inputs, outputs = self.forward(module, m)
-            pairs = [
-                (output, gradient)
-                for output, gradient in zip(outputs, self.gradients[m], strict=True)
-                if gradient is not None
-            ]
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-            found[m] = [x.grad for x in inputs]
-        return found, [parameter.grad for parameter in module.parameters()]
 
-    def begun(self) -> PipelineStage:
-        """A stage in the middle, with all micro-batches in flight."""
-        stage = stage_of(deepcopy(self.module))
-        stage.begin()
-        for m in range(len(self.inputs)):
-            stage.keep(m, *self.forward(stage.submod, m))
-        return stage
-
-    def _random(self) -> Tensor:
-        return torch.randn(2, 4, generator=self.generator)
+def begun(module: nn.Module, *microbatches: list[Tensor], index: int = 1) -> PipelineStage:
+    """A stage with micro-batches in flight."""
+    stage = stage_of(module, index)
+    stage.begin()
+    for m, inputs in enumerate(microbatches):
+        output = module(*inputs)
+        roots = output if isinstance(output, tuple) else (output,)
+        stage.keep(m, inputs if index else [], roots)
+    return stage
 
 
 def assert_same(actual: Gradients, expected: Gradients) -> None:
     """Equal to the last bit, and None in the same places."""
-    assert [x is None for x in actual] == [x is None for x in expected]
     for one, other in zip(actual, expected, strict=True):
-        if one is not None and other is not None:
-            assert torch.equal(one, other)
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one, other)
 
 
 def weights(stage: PipelineStage) -> Gradients:
@@ -153,23 +90,11 @@ def test_a_stage_outside_of_the_pipeline_is_refused(index: int) -> None:
     assert str(caught.value) == f"stage_index must be a whole number from 0 to 1, not {index}"
 
 
-@pytest.mark.parametrize(
-    ("index", "count", "first", "last"),
-    [(0, 1, True, True), (0, 3, True, False), (1, 3, False, False), (2, 3, False, True)],
-)
-def test_a_stage_knows_whether_it_is_first_or_last(
-    index: int, count: int, first: bool, last: bool
-) -> None:
+@pytest.mark.parametrize(("index", "count"), [(0, 1), (0, 3), (1, 3), (2, 3)])
+def test_a_stage_says_what_it_is(index: int, count: int) -> None:
     stage = stage_of(nn.Linear(4, 4), index, count)
-    assert (stage.is_first, stage.is_last) == (first, last)
-
-
-def test_a_stage_says_what_it_is() -> None:
-    assert repr(stage_of(nn.Linear(4, 4), 0, 2)) == (
-        "PipelineStage(0 of 2, Linear, 20 parameters, cpu)"
-    )
-    meta = PipelineStage(nn.ReLU(), 1, 2, torch.device("meta"))
-    assert repr(meta) == "PipelineStage(1 of 2, ReLU, 0 parameters, meta)"
+    assert (stage.is_first, stage.is_last) == (index == 0, index == count - 1)
+    assert repr(stage) == f"PipelineStage({index} of {count}, Linear, 20 parameters, cpu)"
 
 
 def test_examples_are_kept_as_signatures() -> None:
@@ -190,54 +115,48 @@ def test_begin_returns_which_parameters_are_trained() -> None:
     assert stage_of(nn.ReLU().eval()).begin() == (False,)
 
 
-def run_backward(stage: PipelineStage, gradients: Gradients, *, split: bool) -> Gradients:
-    """The gradients of the inputs of micro-batch 0."""
-    if not split:
-        return stage.backward(0, gradients)
-    given = stage.backward_input(0, gradients)
-    stage.backward_weight(0)
-    return given
-
-
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
-@pytest.mark.parametrize("name", MODULES)
-def test_a_backward_is_a_plain_backward(name: str, split: bool) -> None:
-    example = Example(name)
-    inputs, parameters = example.plain()
-    stage = example.begun()
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(
+    ("make", "inputs", "reached"),
+    [
+        (mlp, 1, [True]),
+        (Branches, 3, [True, True, True]),
+        (Branches, 3, [False, True, False]),
+        (Branches, 3, [True, False, False]),
+        (Branches, 3, [False, False, False]),
+    ],
+)
+def test_a_backward_is_a_plain_backward(
+    make: Callable[[], nn.Module], inputs: int, reached: list[bool], index: int, split: bool
+) -> None:
+    """The first stage, too, reaches all that its batch depends on, and returns nothing of it."""
+    torch.manual_seed(0)
+    module, given, gradients = make(), inputs_of(inputs), drawn(*reached)
+    expected = plain(module, given, gradients)
+    stage = begun(module, given, index=index)
     # W must not change what I has passed to the stage before.
-    assert_same(run_backward(stage, example.gradients[0], split=split), inputs[0])
-    assert_same(weights(stage), parameters)
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_the_first_stage_reaches_all_that_the_batch_depends_on(split: bool) -> None:
-    example = Example("an MLP")
-    inputs, parameters = example.plain()
-    stage = stage_of(deepcopy(example.module), 0)
-    stage.begin()
-    # Made by a part of the model that is in no stage, or given with requires_grad.
-    x = example.inputs[0][0].clone().requires_grad_()
-    stage.keep(0, [], [stage.submod(x)])
-    assert run_backward(stage, example.gradients[0], split=split) == []
-    assert_same([x.grad], inputs[0])
-    assert_same(weights(stage), parameters)
+    found = (stage.backward_input if split else stage.backward)(0, gradients)
+    stage.backward_weight(0)
+    if index:
+        assert_same(found, expected[:inputs])
+    else:
+        assert found == []
+    assert_same([x.grad for x in given] + weights(stage), expected)
 
 
 @pytest.mark.parametrize("done", ["nothing", "I", "cleared", "I, cleared", "B", "I, W"])
 def test_memory_is_kept_only_as_long_as_it_is_needed(done: str) -> None:
-    example = Example("an MLP")
-    stage = stage_of(deepcopy(example.module))
-    stage.begin()
-    inputs, outputs = example.forward(stage.submod, 0)
+    stage, inputs, (gradient,) = begun(mlp()), inputs_of(1), drawn(True)
+    outputs = [stage.submod(*inputs)]
     kept = weakref.ref(outputs[0])
     stage.keep(0, inputs, outputs)
     del inputs, outputs
     for part in done.split(", "):
         if part == "B":
-            stage.backward(0, example.gradients[0])
+            stage.backward(0, [gradient])
         elif part == "I":
-            stage.backward_input(0, example.gradients[0])
+            stage.backward_input(0, [gradient])
         elif part == "W":
             stage.backward_weight(0)
         elif part == "cleared":
@@ -247,24 +166,22 @@ def test_memory_is_kept_only_as_long_as_it_is_needed(done: str) -> None:
 
 
 def test_a_cleared_stage_has_forgotten_every_microbatch() -> None:
-    example = Example("an MLP", 3)
-    stage = example.begun()
-    stage.backward_input(0, example.gradients[0])
+    given, gradients = [inputs_of(1) for _ in range(3)], drawn(True)
+    stage = begun(mlp(), *given)
+    stage.backward_input(0, gradients)
     before = [None if x is None else x.clone() for x in weights(stage)]
     stage.clear()
     stage.backward_weight(0)
     for m in (1, 2):
-        with pytest.raises(KeyError):
-            stage.backward(m, example.gradients[m])
-        with pytest.raises(KeyError):
-            stage.backward_input(m, example.gradients[m])
+        for backward in (stage.backward, stage.backward_input):
+            with pytest.raises(KeyError):
+                backward(m, gradients)
     assert_same(weights(stage), before)
     # What comes next starts afresh.
     stage.submod.zero_grad()
-    inputs, parameters = example.plain([1])
-    stage.keep(1, *example.forward(stage.submod, 1))
-    assert_same(stage.backward(1, example.gradients[1]), inputs[1])
-    assert_same(weights(stage), parameters)
+    expected = plain(stage.submod, given[1], gradients)
+    stage.keep(1, given[1], [stage.submod(*given[1])])
+    assert_same([*stage.backward(1, gradients), *weights(stage)], expected)
 
 
 def shared() -> nn.Module:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from operator import is_
+from operator import ne
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -67,9 +67,10 @@ class State:
         """Why there can be no graph; None if there can."""
         self.versions: list[int] = []
         """With ``deep``: how often each tensor was changed in place."""
-        # Two lists, which are compared quickly: by identity and by value.
+        self._found: list[tuple[str, int, object]] = []
+        """Names, with what is compared by identity and by value."""
         self._objects: list[object] = []
-        self._contents: list[tuple[str, object]] = []
+        """Those that are compared by identity: another one gets no place of theirs."""
         self._deep = deep
         self._seen: set[int] = set()
         self._device = stages[0].device.type if stages else ""
@@ -98,17 +99,14 @@ class State:
 
     def difference(self, now: State) -> str | None:
         """The first attribute in which a later state differs, with its stage; None if none does."""
-        ours, theirs = self._objects, now._objects
-        same = len(ours) == len(theirs) and all(map(is_, ours, theirs))
-        if same and self._contents == now._contents:
+        if self._found == now._found:
             return None
-        pairs = zip(ours, theirs, self._contents, now._contents, strict=False)
-        differ = (a is not b or c != d for a, b, c, d in pairs)
-        return now._named(next((i for i, it_does in enumerate(differ) if it_does), -1))
+        differ = map(ne, self._found, now._found)
+        return now._named(next((place for place, it_does in enumerate(differ) if it_does), -1))
 
     def _named(self, place: int) -> str:
         """An attribute, with its stage and the path of its module."""
-        name = self._contents[place][0]
+        name = self._found[place][0]
         modules = (each for each in self._objects[place::-1] if isinstance(each, nn.Module))
         owner = next(modules, None)
         for root, top in self._roots.items():
@@ -147,7 +145,7 @@ class State:
 
     def _add(self, name: str, by_identity: object, by_value: object) -> None:
         self._objects.append(by_identity)
-        self._contents.append((name, by_value))
+        self._found.append((name, id(by_identity), by_value))
 
     def _add_value(self, name: str, value: Any, depth: int = 0) -> None:
         kind = type(value)
