@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,33 +12,19 @@ from torch.nn import functional as F
 
 from taktline.side_values import side_values, uncompiled
 
+Statistics: TypeAlias = tuple[int, torch.Tensor, torch.Tensor]
+"""Of one forward: how many values each channel has, their mean, and the sum of squared distances
+from the mean."""
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """The statistics of each channel in one forward."""
 
-    count: int
-    mean: torch.Tensor
-    deviation: torch.Tensor
-    """The sum of squared distances from the mean."""
-
-    @classmethod
-    def of(cls, values: torch.Tensor) -> Statistics:
-        """The statistics of values with the channels in dimension 1."""
-        values = values.detach()
-        wide = values if values.dtype == torch.float64 else values.float()
-        others = [dim for dim in range(values.ndim) if dim != 1]
-        variance, mean = torch.var_mean(wide, others, correction=0)
-        count = values.numel() // values.shape[1]
-        return cls(count, mean, variance * count)
-
-    @classmethod
-    def merged(cls, parts: Sequence[Statistics]) -> Statistics:
-        """The statistics of all parts together."""
-        count = sum(part.count for part in parts)
-        mean = torch.stack([part.mean * (part.count / count) for part in parts]).sum(0)
-        deviations = [part.deviation + part.count * (part.mean - mean) ** 2 for part in parts]
-        return cls(count, mean, torch.stack(deviations).sum(0))
+def _statistics(values: torch.Tensor) -> Statistics:
+    """The statistics of values with the channels in dimension 1."""
+    values = values.detach()
+    wide = values if values.dtype == torch.float64 else values.float()
+    others = [dim for dim in range(values.ndim) if dim != 1]
+    variance, mean = torch.var_mean(wide, others, correction=0)
+    count = values.numel() // values.shape[1]
+    return count, mean, variance * count
 
 
 class DeferredBatchNorm(nn.BatchNorm1d):
@@ -104,15 +89,17 @@ class DeferredBatchNorm(nn.BatchNorm1d):
         factor = self.momentum
         if factor is None:  # all batches count the same
             factor = 0.0 if tracked is None else 1 / float(tracked)
-        whole = Statistics.merged(parts)
-        variance = whole.deviation / (whole.count - 1)
-        for running, found in ((mean, whole.mean), (var, variance)):
+        total = sum(count for count, _, _ in parts)
+        whole = torch.stack([own * (count / total) for count, own, _ in parts]).sum(0)
+        squares = [square + count * (own - whole) ** 2 for count, own, square in parts]
+        variance = torch.stack(squares).sum(0) / (total - 1)
+        for running, found in ((mean, whole), (var, variance)):
             running.mul_(1 - factor).add_(found.to(running.dtype), alpha=factor)
 
 
 @uncompiled
 def _observe(norm: DeferredBatchNorm, input: torch.Tensor) -> None:
-    side_values().observe(norm, Statistics.of(input))
+    side_values().observe(norm, _statistics(input))
 
 
 def update_all(forwards: Iterable[Sequence[tuple[DeferredBatchNorm, Statistics]]]) -> None:

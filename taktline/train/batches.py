@@ -212,8 +212,6 @@ def _plain(batch: Any, device: torch.device) -> Any:
 
 _Key: TypeAlias = int | str
 """The place of an argument, or its name."""
-_Pair: TypeAlias = tuple[int, int]
-"""A size in the example, and in the batch."""
 _Dims: TypeAlias = dict[_Key, int | None]
 """Which dimension is the batch; None: the argument is whole for each micro-batch."""
 
@@ -237,17 +235,21 @@ class BatchDims:
             for key, example in self._example.items()
             if key in given and example.ndim == given[key].ndim > 0
         }
-        found = _dims(pairs, self._cutter.microbatches, self._dims)
-        if not isinstance(found, dict):
-            raise _refusal(found, self._example[found], given[found])
+        found, unclear = _dims(pairs, self._cutter.microbatches, self._dims)
+        if unclear is not None:
+            raise _refusal(unclear, self._example[unclear], given[unclear])
         self._dims |= found  # for batches that have as many rows as the example
-        dims = {key: self._dims.get(key, 0) for key in given}
-        if not any(dim != 0 for dim in dims.values()):
+        specs = {
+            key: Replicate() if dim is None else TensorChunkSpec(dim)
+            for key, dim in self._dims.items()
+            if dim != 0 and key in given
+        }
+        if not specs:
             return self._cutter
         return replace(
             self._cutter,
-            args_spec=tuple(_spec(dims.get(place, 0)) for place in range(len(batch.args))),
-            kwargs_spec={key: _spec(dims.get(key, 0)) for key in batch.kwargs},
+            args_spec=tuple(specs.get(place) for place in range(len(batch.args))),
+            kwargs_spec={key: specs.get(key) for key in batch.kwargs},
         )
 
     def __str__(self) -> str:
@@ -265,34 +267,33 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[_Key, torch
     return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) -> _Dims | _Key:
-    """The dimension of each argument that is the batch; empty if nothing new was found.
+def _dims(
+    pairs: Mapping[_Key, list[tuple[int, int]]], microbatches: int, known: _Dims
+) -> tuple[_Dims, _Key | None]:
+    """The dimension of each argument that is the batch, and an argument where that is unclear.
 
-    If it is unclear how an argument is to be cut, only its key.
+    ``pairs`` are its sizes in the example and in the batch.
     """
     grown = {key: sizes[0] for key, sizes in pairs.items() if sizes[0][0] != sizes[0][1]}
     if not grown:
         for key, sizes in pairs.items():
-            times = any(mine * microbatches == theirs != mine for mine, theirs in sizes[1:])
-            if times and key not in known:
-                return key  # the batch is not in front, or texts are longer
-        return {}
+            if key not in known and any(a * microbatches == b != a for a, b in sizes[1:]):
+                return {}, key  # the batch is not in front, or texts are longer
+        return {}, None
     rows = next(iter(grown.values()))
     found: _Dims = {}
     for key, sizes in pairs.items():
-        places = [dim for dim, size in enumerate(sizes) if size == rows]
-        if len(places) > 1 or grown.get(key, rows) != rows:
-            return key
-        found[key] = places[0] if places else None
+        if sizes.count(rows) > 1 or grown.get(key, rows) != rows:
+            return {}, key
+        found[key] = sizes.index(rows) if rows in sizes else None
     # Lengths of texts may differ, too, also in arguments that belong to all rows.
     lengths = {size for key, dim in found.items() if dim is not None for size in pairs[key]}
-    for key, dim in found.items():
+    for key in [key for key, dim in found.items() if dim is None]:
         # As many as the rows of a micro-batch: more likely a mistake than a table of that length.
         mistaken = pairs[key][0][0] == rows[0] > 1
-        explained = all(size in lengths or size[0] == size[1] for size in pairs[key])
-        if dim is None and (mistaken or not explained):
-            return key
-    return found
+        if mistaken or any(a != b and (a, b) not in lengths for a, b in pairs[key]):
+            return {}, key
+    return found, None
 
 
 def _refusal(key: _Key, example: torch.Tensor, batch: torch.Tensor) -> BatchError:
@@ -306,12 +307,6 @@ def _refusal(key: _Key, example: torch.Tensor, batch: torch.Tensor) -> BatchErro
         "or Replicate() instead for the whole in each micro-batch, and None for arguments with the "
         "batch first; or cut the batch yourself, and pass arg_mbs and kwarg_mbs"
     )
-
-
-def _spec(dim: int | None) -> Replicate | TensorChunkSpec | None:
-    if dim is None:
-        return Replicate()
-    return TensorChunkSpec(dim) if dim else None
 
 
 def _named(key: _Key) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,23 +23,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from taktline import split
 from taktline.checkpoint.model_state import ModelState, uses_in
 from taktline.checkpoint.pretrained import conversions_of
-from taktline.checks import check, check_callable, check_list, check_one_of, conform, refuse
+from taktline.checks import check, check_callable, check_list, check_one_of, conform
 from taktline.device import require_usable_device
-from taktline.errors import MismatchError, PartitionError, ScheduleError, TaktlineError, text_of
-from taktline.plan import NamedSchedule, Plan, find, read
+from taktline.errors import (
+    MismatchError,
+    PartitionError,
+    ScheduleError,
+    TaktlineError,
+    UseError,
+    text_of,
+)
+from taktline.plan import Kind, NamedSchedule, Plan, find, read
 from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.introduction import BUILDING, compared, together
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
-from taktline.split.arguments import Call, arguments_of, without_padding
+from taktline.split.arguments import (
+    Call,
+    arguments_of,
+    arguments_of_forward,
+    without_cache,
+    without_padding,
+)
 from taktline.split.auto import divide
 from taktline.split.by_names import without_compiler
 from taktline.split.costs import Measure, measure_times
 from taktline.split.cut import Cut
 from taktline.split.recorded_stage import has_dynamic_shapes
 from taktline.stage import PipelineStage, compile_stages
-from taktline.stage.names import declared, named_parameters
+from taktline.stage.names import declared, named_parameters, unwrapped
 from taktline.text import counted
 from taktline.train.batches import BatchDims
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
@@ -53,67 +67,74 @@ ScheduleChoice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
 """A name, a file, a plan, or the class of a schedule."""
 
 
-def _require_model(_: str, model: Any) -> None:
-    modules: Iterable[tuple[Any, Any]] = ()
-    if isinstance(model, Mapping):
-        modules = model.items()
-    elif isinstance(model, Sequence) and not isinstance(model, str):
-        modules = enumerate(model)
-    elif not isinstance(model, nn.Module):
-        raise PartitionError(
-            f"a model is an nn.Module, a list of stages or a dict of them, not {model!r}"
-        )
-    for stage, module in modules:
-        if not isinstance(module, nn.Module):
-            raise PartitionError(f"stage {stage} is {module!r}, not an nn.Module")
-
-
-def _require_state(name: str, value: Any) -> None:
-    if not hasattr(value, "__getitem__"):
-        refuse(name, "a mapping from names to tensors", value)
-
-
 _FLAGS = ("dynamic_shapes", "cuda_graphs", "compile", "measure", "check_finite")
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(_FLAGS, partial(check, kind=bool)),
     **dict.fromkeys(("loss_fn", "prepare", "on_preempt"), check_callable),
-    "model": _require_model,
     "microbatches": partial(check, kind=int, least=1, error=ScheduleError),
     "stages_per_rank": partial(check, kind=int, least=1, error=ScheduleError),
-    "report_stragglers": partial(check, kind=int, least=1),
     "seed": partial(check, kind=int),
     "mesh": partial(check, kind=DeviceMesh),
-    "state_dict": _require_state,
     "data_parallel": partial(check_one_of, choices=("ddp", "fsdp"), error=MismatchError),
+    "device": lambda _, device: require_usable_device(device),
+    "example": lambda _, example: arguments_of(example),
+    "cuts": partial(check_list, takes="a list of names of submodules", error=PartitionError),
 }
-_NEVER_NONE = {*_FLAGS, "model"}
 
 
 def checked(arguments: dict[str, Any]) -> SimpleNamespace:
     """The arguments of a pipeline by name; raises unless each is valid, as far as one can see."""
-    for name, require in _CHECKS.items():
-        if arguments[name] is not None or name in _NEVER_NONE:
-            require(name, arguments[name])
     given = SimpleNamespace(**arguments)
     del given.self
+    for name, require in _CHECKS.items():
+        if arguments[name] is not None or name in _FLAGS:
+            setattr(given, name, require(name, arguments[name]))
+    given.schedule = _opened(given.schedule)
+    given.is_whole, given.is_own = isinstance(given.model, nn.Module), False
     if isinstance(given.model, Pipe):
+        given.is_whole = False
         given.model = [given.model.get_stage_module(s) for s in range(given.model.num_stages)]
-    given.is_whole = isinstance(given.model, nn.Module)
+    if not given.is_whole:
+        given.is_own = isinstance(given.model, Mapping)
+        given.model = _stages_given(given.model)
     if given.measure and (not given.is_whole or given.example is None or given.cuts is not None):
         raise PartitionError(
             "measure=True cuts a model by the times of its layers: pass the whole model and "
             "example=(…), the arguments of one micro-batch, and no cuts; or leave out measure=True"
         )
-    if given.example is not None:
-        given.example = arguments_of(given.example)
-    if given.cuts is not None:
-        takes = "a list of names of submodules"
-        given.cuts = check_list("cuts", given.cuts, takes=takes, error=PartitionError)
-    if given.device is not None:
-        given.device = require_usable_device(given.device)
+    if given.on_preempt and threading.current_thread() is not threading.main_thread():
+        raise UseError(
+            "on_preempt handles SIGTERM, which only the main thread can; make the pipeline there"
+        )
     if given.timeout is not None and not isinstance(given.timeout, timedelta):
         given.timeout = timedelta(seconds=check("timeout", given.timeout, float, least=0.001))
     return given
+
+
+def _stages_given(model: Any) -> dict[int, nn.Module]:
+    """Stages by their numbers, of a list or a dict of them."""
+    if isinstance(model, str) or not isinstance(model, Sequence | Mapping):
+        raise PartitionError(
+            f"a model is an nn.Module, a list of stages or a dict of them, not {model!r}"
+        )
+    stages = dict(model if isinstance(model, Mapping) else enumerate(model))
+    for stage, module in stages.items():
+        if not isinstance(module, nn.Module):
+            raise PartitionError(f"stage {stage} is {module!r}, not an nn.Module")
+    return stages
+
+
+def _opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
+    """The plan, if one was given or is in a file; else the schedule of that name."""
+    if isinstance(schedule, Plan):
+        return schedule
+    if isinstance(schedule, type) and issubclass(schedule, Schedule):
+        return find(schedule.__name__)
+    if isinstance(schedule, str) and not schedule.lower().endswith((".csv", ".json")):
+        return find(schedule)
+    if isinstance(schedule, str | os.PathLike):
+        return read(schedule)
+    raise ScheduleError(f"schedule is a name, a plan, a file or a Schedule class, not {schedule!r}")
 
 
 _OF_SCHEDULE = (
@@ -134,18 +155,29 @@ def build(given: SimpleNamespace) -> Built:
         given.ranks,
         given.mesh,
         given.data_parallel,
-        given.device or _device_of(given.model),
-        default=_ranks_of(given.schedule),
+        given.device or _device_of(given),
+        default=given.schedule.ranks if isinstance(given.schedule, Plan) else 1,
         timeout=given.timeout,
     )
+    alone = max(ranks.processes.sizes) == 1
+    told = {"seed": given.seed, "data_parallel": given.data_parallel}
+
+    def cut(measure: Measure | None) -> tuple[Plan, dict[int, nn.Module]]:
+        """Cut the model on all ranks; if any cannot, or they differ, all raise why."""
+        return together(
+            ranks,
+            lambda: _cut(given, ranks, measure),
+            lambda made: {} if alone else compared(*made, **told),
+        )
+
     with guarded(ranks.transport, BUILDING):
-        plan, modules = _cut_together(given, ranks, None)
+        plan, modules = cut(None)
         if given.measure:  # now that all ranks have the same model, and can cut it
-            plan, modules = _cut_together(given, ranks, _shared_times(ranks))
+            plan, modules = cut(_shared_times(ranks))
         state = _state_of(given, modules, ranks)
         table = StageTable.of(plan, modules, given.example, ranks.transport)
         table.prepared = given.prepare is not None
-        own = _own(modules, ranks, plan)
+        own = {stage: modules[stage] for stage in ranks.stages_of(plan)}
         ready = together(ranks, lambda: _ready(given, own, ranks))
         state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
     options: dict[str, Any] = {name: getattr(given, name) for name in _OF_SCHEDULE}
@@ -172,6 +204,10 @@ class Built:
     schedule: ScheduleFromPlan = field(init=False)
     """Runs the ranks of this process."""
     batch_dims: BatchDims = field(init=False)
+    trains: bool = field(init=False)
+    """Whether the plan has a backward."""
+    keywords: dict[str, Any] = field(init=False)
+    """Keyword arguments of the model, unless a call has others."""
 
     def __post_init__(self) -> None:
         device, group, count = self.ranks.device, self.ranks.group, self.plan.stages
@@ -188,6 +224,11 @@ class Built:
         self.batch_dims = BatchDims(self.example, self.schedule._runner.cutter)
         if self.batch_dims.compares:
             self.schedule._runner.cutter_for = self.batch_dims.fitted
+        self.trains, self.keywords = self.plan.has(Kind.B, Kind.I), {}
+        if count == 1 and self.options["kwargs_chunk_spec"] is None:
+            # As in several stages: the caches of micro-batches cannot be joined.
+            names = arguments_of_forward(type(unwrapped(self.model.modules[0])))
+            self.keywords = without_cache(names, {})
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """The parameters of this process: stage, name in the model, and parameter."""
@@ -245,55 +286,34 @@ class Built:
         return "\n".join(filter(None, map(str, parts)))
 
 
-def _device_of(model: Model) -> torch.device | None:
+def _device_of(given: SimpleNamespace) -> torch.device | None:
     """The accelerator that holds the model, if one does."""
-    modules = [model] if isinstance(model, nn.Module) else model
-    modules = modules.values() if isinstance(modules, Mapping) else modules
+    modules = [given.model] if given.is_whole else given.model.values()
     devices = (parameter.device for module in modules for parameter in module.parameters())
     return next((device for device in devices if device.type not in ("cpu", "meta")), None)
 
 
-def _ranks_of(schedule: ScheduleChoice) -> int:
-    """The default number of ranks in one process."""
-    try:
-        chosen = _opened(schedule)
-    except TaktlineError:
-        return 1  # raised later, on all ranks
-    return chosen.ranks if isinstance(chosen, Plan) else 1
-
-
-def _opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
-    """The plan, if one was given or is in a file; else the schedule of that name."""
-    if isinstance(schedule, Plan):
-        return schedule
-    if isinstance(schedule, type) and issubclass(schedule, Schedule):
-        return find(schedule.__name__)
-    if isinstance(schedule, str) and not schedule.lower().endswith((".csv", ".json")):
-        return find(schedule)
-    if isinstance(schedule, str | os.PathLike):
-        return read(schedule)
-    raise ScheduleError(f"schedule is a name, a plan, a file or a Schedule class, not {schedule!r}")
-
-
 def _plan_of(given: SimpleNamespace, ranks: int) -> Plan:
     """The plan for so many ranks."""
-    schedule, microbatches = _opened(given.schedule), given.microbatches
+    schedule, microbatches, stages = given.schedule, given.microbatches, None
+    if given.cuts is not None:
+        stages = len(given.cuts) + 1
+    elif not given.is_whole and not given.is_own:
+        stages = len(given.model)
     if isinstance(schedule, Plan):
-        asked = ranks, microbatches or schedule.microbatches
-        if asked != (schedule.ranks, schedule.microbatches):
+        own = schedule.ranks, schedule.microbatches, schedule.stages
+        asked = ranks, microbatches or own[1], stages or own[2]
+        if asked != own:
             raise ScheduleError(
-                f"plan {schedule.name!r} is for {counted(schedule.ranks, 'rank')} and "
-                f"{counted(schedule.microbatches, 'micro-batch')}, not {asked[0]} and {asked[1]}; "
-                "start as many ranks, and leave out ranks and microbatches"
+                f"plan {schedule.name!r} is for {counted(own[0], 'rank')}, "
+                f"{counted(own[1], 'micro-batch')} and {counted(own[2], 'stage')}, not "
+                f"{asked[0]}, {asked[1]} and {asked[2]}; start as many ranks, leave out ranks and "
+                "microbatches, and cut the model into as many stages"
             )
         return schedule
     if microbatches is None:
         raise ScheduleError(f"pass microbatches=…, the number of micro-batches for {schedule.name}")
-    per_rank, stages = given.stages_per_rank, None
-    if given.cuts is not None:
-        stages = len(given.cuts) + 1
-    elif isinstance(given.model, Sequence):
-        stages = len(given.model)
+    per_rank = given.stages_per_rank
     if stages is not None:
         found, rest = divmod(stages, ranks)
         if rest or not found or per_rank not in (None, found):
@@ -306,19 +326,6 @@ def _plan_of(given: SimpleNamespace, ranks: int) -> Plan:
     return schedule.build(ranks, microbatches, per_rank)
 
 
-def _cut_together(
-    given: SimpleNamespace, ranks: Ranks, measure: Measure | None
-) -> tuple[Plan, dict[int, nn.Module]]:
-    """Cut the model on all ranks; if any cannot, or they differ, all raise why."""
-    alone = max(ranks.processes.sizes) == 1
-    options = {"seed": given.seed, "data_parallel": given.data_parallel}
-    return together(
-        ranks,
-        lambda: _cut(given, ranks, measure),
-        lambda cut: {} if alone else compared(*cut, **options),
-    )
-
-
 def _cut(
     given: SimpleNamespace, ranks: Ranks, measure: Measure | None
 ) -> tuple[Plan, dict[int, nn.Module]]:
@@ -327,36 +334,25 @@ def _cut(
     ``measure`` returns the times of layers to cut by; without it, their costs are counted.
     """
     plan = _plan_of(given, ranks.size)
-    if ranks.in_one_process and given.is_whole:
+    if given.is_own:
+        own = ranks.stages_of(plan)
+        if not set(own) <= set(given.model) <= set(range(plan.stages)):
+            raise PartitionError(
+                f"{plan.name} on {counted(plan.ranks, 'rank')} has stages 0 to {plan.stages - 1}, "
+                f"of which {sorted(own)} run here; pass these, not {sorted(given.model)}"
+            )
+        return plan, {stage: given.model[stage] for stage in own}
+    if not given.is_whole:
+        return plan, dict(enumerate(split.by_hand(given.model.values())))
+    if ranks.in_one_process:
         # As a whole, before it is cut: then it shares all tensors with its stages.
         materialise(given.model, ranks.device, state_dict=given.state_dict)
-    if isinstance(given.model, Mapping):
-        return plan, _own(given.model, ranks, plan)
-    modules = dict(enumerate(_stages(given, plan, measure)))
-    if len(modules) != plan.stages:
-        raise PartitionError(
-            f"the model has {counted(len(modules), 'stage')}, but {plan.name} on "
-            f"{counted(plan.ranks, 'rank')} runs {plan.stages}; cut it into {plan.stages}"
-        )
-    return plan, modules
-
-
-def _own(modules: Mapping[int, nn.Module], ranks: Ranks, plan: Plan) -> dict[int, nn.Module]:
-    """The stages of this process."""
-    own = [stage for rank in ranks.own for stage in plan.placement.stages_of(rank)]
-    if set(own) - set(modules) or set(modules) - set(range(plan.stages)):
-        raise PartitionError(
-            f"{plan.name} on {counted(plan.ranks, 'rank')} has stages 0 to {plan.stages - 1}, of "
-            f"which {sorted(own)} run here; pass these, not {sorted(modules)}"
-        )
-    return {stage: modules[stage] for stage in own}
+    return plan, dict(enumerate(_stages(given, plan, measure)))
 
 
 def _stages(given: SimpleNamespace, plan: Plan, measure: Measure | None) -> Sequence[nn.Module]:
-    """The stages that were given, or those into which the model is cut."""
+    """The stages into which a whole model is cut."""
     model, cuts, example = given.model, given.cuts, given.example
-    if not given.is_whole:
-        return split.by_hand(model)
     if plan.stages == 1 and not cuts:
         return [model]
     is_own = cuts is None and example is None
@@ -424,7 +420,7 @@ def _shared_times(ranks: Ranks) -> Measure:
 
 def _state_of(given: SimpleNamespace, modules: dict[int, nn.Module], ranks: Ranks) -> ModelState:
     """The state of a model in these stages; if other processes have the others, all take part."""
-    if isinstance(given.model, Mapping):
+    if given.is_own:
         shape, mine = [(int, str, int)], uses_in(modules)
         listed = share_values(ranks.transport, mine, shape, BUILDING, what="the stages")
         return ModelState.of_stages(modules, itertools.chain(*listed))

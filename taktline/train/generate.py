@@ -44,15 +44,10 @@ def generate(
 
     rows = built.ranks.processes.everywhere(said, "read the arguments", "generate()")
     # Replicas have texts of their own, but go on together until the last one has ended.
-    if len(lengths := {row[0] for row in rows}) > 1:
-        listed = " and ".join(map(str, sorted(lengths)))
-        raise MismatchError(
-            f"generate() has different max_new_tokens: {listed}; pass the same on every rank"
-        )
-    if len(set(map(tuple, rows))) > built.ranks.replicas:
+    if len({row[0] for row in rows}) > 1 or len(set(map(tuple, rows))) > built.ranks.replicas:
         raise MismatchError(
             "generate() was called with other texts or options on some ranks; pass the same on "
-            "every rank of a pipeline"
+            "every rank of a pipeline, and the same max_new_tokens to all replicas"
         )
     last, padding = _ends(model, ends, padding)
     # With room for all new tokens, all calls have one shape; causal models ignore later tokens.

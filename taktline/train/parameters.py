@@ -12,7 +12,7 @@ from torch import nn
 from taktline.checkpoint.model_state import ModelState, first_of_each, writers
 from taktline.checks import check, refuse
 from taktline.errors import LossError, MismatchError, UseError
-from taktline.meta import is_sharded, local
+from taktline.meta import is_sharded
 from taktline.private import private
 from taktline.stage.names import named_modules
 from taktline.text import first_of
@@ -119,31 +119,23 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
     The norms of single gradients are combined in the order of the model, as torch does for the
     plain model. Then not even the last bit depends on how the model was cut.
     """
-    is_largest = isinstance(norm_type, float) and norm_type == math.inf
-    if not is_largest and not check("norm_type", norm_type, float, least=0):
+    if norm_type != math.inf and not check("norm_type", norm_type, float, least=0):
         refuse("norm_type", "more than 0", norm_type)
+    device = built.ranks.device
     with built.everywhere("grad_norm()"):
         norms = _own_norms(built, norm_type)
-        moved = [each.to(built.ranks.device) for each in norms.values()]
+        moved = [each.to(device) for each in norms.values()]
         numbers = torch.stack(moved).tolist() if moved else []
-        is_double = any(each.dtype == torch.float64 for each in norms.values())
+        is_double = any(each.dtype == torch.float64 for each in moved)
         mine = [float(is_double), *norms, *numbers]
         rows = share_floats(built.ranks.transport, mine, "grad_norm()", ragged=True)
-        dtype = torch.float64 if any(row[0] for row in rows) else torch.float32
-        found: dict[float, float] = {}
-        for _, *row in rows:
-            found |= zip(row[: len(row) // 2], row[len(row) // 2 :], strict=True)
-        total = _combined([found[place] for place in sorted(found)], norm_type, dtype)
-        if norm_type == math.inf:  # until here that of the shards in this pipeline
-            for transport in built.ranks.processes.transports[1:]:
-                shared = share_floats(transport, [float(total)], "grad_norm()")
-                total = _combined([number for (number,) in shared], norm_type, dtype)
-    return total.to(built.ranks.device)
-
-
-def _combined(numbers: list[float], norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    found = torch.tensor(numbers or [0.0], dtype=dtype, device="cpu")  # torch refuses none
-    return torch.linalg.vector_norm(found, norm_type)
+    found: dict[float, float] = {}
+    for _, *row in rows:
+        found |= zip(row[: len(row) // 2], row[len(row) // 2 :], strict=True)
+    dtype = torch.float64 if any(is_double for is_double, *_ in rows) else torch.float32
+    in_order = [found[place] for place in sorted(found)] or [0.0]  # torch refuses none
+    numbers = torch.tensor(in_order, dtype=dtype, device="cpu")
+    return torch.linalg.vector_norm(numbers, norm_type).to(device)
 
 
 def _own_norms(built: Built, norm_type: float) -> dict[int, torch.Tensor]:
@@ -153,23 +145,15 @@ def _own_norms(built: Built, norm_type: float) -> dict[int, torch.Tensor]:
     for alike in _alike(parameters.values()):
         places = [place_of[parameter] for parameter in alike]
         gradients: list[Any] = [parameter.grad for parameter in alike]
-        if is_sharded(gradients[0]):
-            norms[places[0]] = _norm_of_shards(gradients, norm_type)
-        else:
+        if not is_sharded(gradients[0]):
             norms |= zip(places, _single_norms(gradients, norm_type), strict=True)
+        elif norm_type != math.inf:
+            total: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
+            norms[places[0]] = total.full_tensor()
+        else:  # torch refuses the largest element of an empty shard
+            largest = [_single_norms([each.full_tensor()], math.inf)[0] for each in gradients]
+            norms[places[0]] = torch.stack(largest).max()
     return norms
-
-
-def _norm_of_shards(gradients: list[Any], norm_type: float) -> torch.Tensor:
-    """The norm of gradients with the same mesh and placements; the largest number only of here."""
-    if norm_type != math.inf:
-        total: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
-        return total.full_tensor()
-    from torch.distributed.tensor import Replicate
-
-    whole = [Replicate() if each.is_partial() else each for each in gradients[0].placements]
-    shards = [local(gradient.redistribute(placements=whole)) for gradient in gradients]
-    return torch.stack([*_single_norms(shards, norm_type)]).max()
 
 
 _norms_on_gpu = private("torch._foreach_norm", "norms of many gradients at once", None)

@@ -81,7 +81,6 @@ class Pipeline:
         target_chunk_spec: how the target is cut; its rows then need not match those of the batch.
         on_preempt: called with this pipeline on every rank after SIGTERM has reached any of them,
             once an optimizer has used all gradients; then all end with :attr:`PREEMPTED`.
-        report_stragglers: every so many steps, write to the log ("taktline") which ranks are slow.
         timeout: seconds after which a wait for another rank raises an error on all ranks; by
             default that of the process group.
 
@@ -137,17 +136,14 @@ class Pipeline:
         output_merge_spec: MergeSpec | None = None,
         target_chunk_spec: Any = None,
         on_preempt: Callable[[Pipeline], object] | None = None,
-        report_stragglers: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
         given = checked(locals())  # all arguments, as nothing else is set yet
         given.loss_fn = loss_fn or steps.loss_in_output
         self._loss_fn, self._turn = loss_fn, Turn("this pipeline")
-        self._metrics = Metrics(report_stragglers)
-        self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
+        self._metrics = Metrics()
         self._live: Built | None = build(given)
-        if self._preemption is not None:
-            self._preemption.listen(self._live)
+        self._preemption = on_preempt and Preemption(on_preempt, self, self._live)
 
     @classmethod
     def from_pretrained(cls, source: Any, **options: Any) -> Self:
@@ -196,12 +192,13 @@ class Pipeline:
         options["grad_scale"] = (
             1.0 if scaler is None else parameters.scale(self._built.ranks, scaler)
         )
-        batch, lists = (args, target, options), (losses, aux_losses)
-        with self._turn, self._metrics.report(self._built):
-            output, loss = steps.run(self._built, "step", batch, lists, return_outputs)
+        lists = {"losses": losses, "aux_losses": aux_losses}
+        with self._turn:
+            batch = (args, target, options)
+            output, loss = steps.run(self._built, "step", batch, return_outputs, **lists)
         self._metrics.note((*args, *options.values()), loss)
         if self._preemption is not None:
-            self._preemption.hear()
+            self._preemption.hear(self._built)
         return (loss, output) if return_outputs else loss
 
     def eval(
@@ -228,11 +225,12 @@ class Pipeline:
             target, options = steps.with_own_loss(target, options)
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs
-        batch, lists = (args, target, options), (losses, aux_losses)
+        lists = {"losses": losses, "aux_losses": aux_losses}
         with self._turn, steps.in_mode(*self.stages.values(), training=False):
-            output, loss = steps.run(self._built, "eval", batch, lists, wanted)
+            batch = (args, target, options)
+            output, loss = steps.run(self._built, "eval", batch, wanted, **lists)
         if self._preemption is not None:
-            self._preemption.hear()
+            self._preemption.hear(self._built)
             self._preemption.end_if_agreed(self)
         if not wanted:
             return loss
@@ -469,7 +467,7 @@ class Pipeline:
         training = Training(optimizer, scheduler, scaler, data, extra)
         with self._turn:
             if self._preemption is not None:
-                self._preemption.place(training)
+                self._preemption.place(self._built, training)
             return saving.save(
                 self._built.model, folder, training, keep=keep, async_save=async_save
             )

@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -27,16 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from taktline.checkpoint.saving import RandomNumbers, Training, wait_for_all
-from taktline.errors import UseError
 from taktline.train.build import Built
 
 _log = logging.getLogger("taktline")
 
 PREEMPTED = 83
 """The exit code of every rank after ``on_preempt``."""
-
-_ONE_SIGNAL = 2.0
-"""Seconds in which further signals count as the first: launchers pass on what ranks get as well."""
 
 
 class AnotherStep(BaseException):
@@ -46,17 +41,14 @@ class AnotherStep(BaseException):
 class Preemption:
     """Listens for SIGTERM for a pipeline, until that is collected or ``close()`` is called."""
 
-    def __init__(self, on_preempt: Callable[[Any], object], pipe: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise UseError(
-                "on_preempt handles SIGTERM, which only the main thread can; make the pipeline "
-                "there"
-            )
+    def __init__(self, on_preempt: Callable[[Any], object], pipe: Any, built: Built) -> None:
         self._on_preempt = on_preempt
-        self._built: Callable[[], Built | None] = lambda: None
+        self._built = ref(built)
+        built.schedule._runner.agreement.asks_to_stop = lambda: _signals.heard
         self._data: Any = None
         """The object with the position in the data, of the latest save or load."""
         self._noting: RemovableHandle | None = None
+        """Set when all ranks know that one of them has received SIGTERM."""
         self._forget()
         _signals.join()
         self._leave = finalize(pipe, _signals.leave)
@@ -67,23 +59,17 @@ class Preemption:
         """Whether ``on_preempt`` is running; its own steps do not end the process."""
         self._waited = False
         """Whether a save has asked for one more step already."""
-        self._noted: dict[str, Any] | None = None
+        self._noted: dict[str, Any] = {}
         """Where training goes on, from before the next batch was read: what a save takes of it."""
         self._noted_of: Any = None
         """The object with the position in the data at that time."""
         if self._noting is not None:
             self._noting.remove()
         self._noting = None
-        """Set when all ranks know that one of them has received SIGTERM."""
 
-    def listen(self, built: Built) -> None:
-        """Let every step ask whether SIGTERM has come."""
-        self._built = ref(built)
-        built.schedule._runner.agreement.asks_to_stop = _signals.received
-
-    def hear(self) -> None:
+    def hear(self, built: Built) -> None:
         """Agree whether SIGTERM has reached any rank; all ranks call this after a step or eval."""
-        if (built := self._built()) is None or self._ending:
+        if self._ending:
             return
         heard = built.schedule._runner.agreement.preempted
         if self._noting is not None or built.ranks.in_any_pipeline(heard, "whether to end"):
@@ -102,18 +88,17 @@ class Preemption:
         """Note the object with the position in the data."""
         self._data = self._data if data is None else data
 
-    def place(self, training: Training) -> None:
+    def place(self, built: Built, training: Training) -> None:
         """In ``on_preempt``, save the position from before the batch of the step that waits."""
         self.use(training.data)
-        built, noted = self._built(), self._noted
-        if built is None or noted is None or not self._ending:
+        if not self._ending:
             return
+        training.noted = self._noted
         unknown = training.data is not None and training.data is not self._noted_of
         if built.ranks.on_any_rank(unknown and not self._waited, "save()"):
             raise AnotherStep
-        training.noted = noted
         if unknown:
-            training.noted = {"random": noted["random"]}
+            training.noted = {"random": self._noted["random"]}
             _log.warning(
                 "the save in on_preempt has another object as data=… than saves before it, whose "
                 "position may be a batch too far; pass the same object to every save and load"
@@ -125,9 +110,9 @@ class Preemption:
         ``on_preempt`` is called, and has returned on every rank. This returns if training has to go
         on, if only for one more step.
         """
-        built = self._built()
-        if built is None or self._ending or self._noting is None:
+        if self._ending or self._noting is None:
             return
+        built: Built = pipe._built
         if built.ranks.on_any_rank(built.schedule._runner.awaits_update(), "whether to end"):
             return
         self._ending = True
@@ -144,7 +129,7 @@ class Preemption:
                     wait_for_all()
                     built.ranks.on_any_rank(True, "the end of on_preempt")
                 self._forget()
-                _signals.heard = None
+                _signals.heard = False
         raise SystemExit(PREEMPTED)
 
     def close(self) -> None:
@@ -157,14 +142,10 @@ class _Signals:
     """The handler of SIGTERM in this process, while any pipeline listens."""
 
     def __init__(self) -> None:
-        self.heard: float | None = None
-        """When SIGTERM came first."""
+        self.heard = False
+        """Whether this process has received SIGTERM."""
         self._listeners = 0
         self._before: Any = signal.SIG_DFL
-
-    def received(self) -> bool:
-        """Whether this process has received SIGTERM."""
-        return self.heard is not None
 
     def join(self) -> None:
         if signal.getsignal(signal.SIGTERM) != self._hear:
@@ -180,15 +161,12 @@ class _Signals:
             signal.signal(signal.SIGTERM, self._before)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        now, before = time.monotonic(), self._before
-        once = self.heard is None or now - self.heard <= _ONE_SIGNAL
-        if self._listeners and once:
-            self.heard = self.heard or now
-        elif self._listeners or before is signal.SIG_DFL:
+        self.heard = self.heard or self._listeners > 0
+        if callable(self._before):
+            self._before(number, frame)
+        elif not self._listeners and self._before is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
-        if callable(before):
-            before(number, frame)
 
 
 _signals = _Signals()

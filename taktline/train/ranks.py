@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from taktline.checkpoint.model_state import Processes
 from taktline.checks import check, launched
 from taktline.device import gpu_for_each_process
-from taktline.errors import MismatchError, TaktlineError, TransportError
+from taktline.errors import MismatchError, TaktlineError
+from taktline.plan import Plan
 from taktline.private import private
 from taktline.stage.grad_sync import sync_of
 from taktline.text import counted
@@ -86,6 +87,10 @@ class Ranks:
     def distributed(self) -> list[Distributed]:
         """The transports to other processes, along each dimension of the mesh."""
         return [each for each in self.processes.transports if isinstance(each, Distributed)]
+
+    def stages_of(self, plan: Plan) -> list[int]:
+        """The stages that a plan runs in this process."""
+        return [stage for rank in self.own for stage in plan.placement.stages_of(rank)]
 
     def agreed(
         self,
@@ -184,34 +189,17 @@ def find_ranks(
     device = device or _device(mesh)
     if device.type != "cpu" and device.index is not None:
         torch.get_device_module(device).set_device(device)
+    if not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else None
+        store, rank, size = meet(timeout or default_pg_timeout)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        atexit.register(_leave)
     own_groups: list[ProcessGroup] = []
-    with _connecting():
-        if not dist.is_initialized():
-            backend = "gloo" if device.type == "cpu" else None
-            store, rank, size = meet(timeout or default_pg_timeout)
-            dist.init_process_group(
-                backend, timeout=timeout, store=store, rank=rank, world_size=size
-            )
-            atexit.register(_leave)
-        if mesh is None:
-            mesh = _mesh(ranks, data_parallel, device)
-            own_groups = [each for each in mesh.get_all_groups() if each is not dist.group.WORLD]
-            for group in own_groups:
-                group.set_timeout(timeout or timeout_of(default_group()))
-    found = _of_mesh(mesh, ranks, data_parallel, device, own_groups)
-    if timeout is not None:
-        for transport in found.distributed:
-            transport.timeout = timeout
-    return found
-
-
-def _of_mesh(
-    mesh: DeviceMesh,
-    ranks: int | None,
-    data_parallel: str | None,
-    device: torch.device,
-    own_groups: Sequence[ProcessGroup],
-) -> Ranks:
+    if mesh is None:
+        mesh = _mesh(ranks, data_parallel, device)
+        own_groups = [each for each in mesh.get_all_groups() if each is not dist.group.WORLD]
+        for group in own_groups:
+            group.set_timeout(timeout or timeout_of(default_group()))
     names = mesh.mesh_dim_names or ()
     if PIPELINE not in names:
         raise MismatchError(
@@ -229,24 +217,10 @@ def _of_mesh(
             f"data_parallel={data_parallel!r}, but no dimension of the mesh {list(names)} is for "
             'data: name one "dp"'
         )
+    if timeout is not None:
+        for transport in found.distributed:
+            transport.timeout = timeout
     return found
-
-
-@contextmanager
-def _connecting() -> Iterator[None]:
-    """Add advice to the errors of gloo when processes cannot reach each other."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error).splitlines()[0]
-        if "refused" not in text.lower() and not isinstance(error, dist.DistNetworkError):
-            raise
-        raise TransportError(
-            f"the processes cannot connect to each other ({text}); gloo uses the address of this "
-            "host's name, often 127.0.0.1: set GLOO_SOCKET_IFNAME to the network interface that "
-            "the hosts share, such as eth0. For processes that torchrun has restarted, set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: its store has the addresses of the earlier ones"
-        ) from error
 
 
 def _world() -> int:

@@ -6,6 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, NamedTuple
@@ -69,39 +70,32 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | No
     here = torch.device("cpu") if here.type == "meta" else here
     call = pytree.tree_map_only(torch.Tensor, lambda part: part.to(here), arguments_of(example))
     eagerly = torch.compiler.set_stance("force_eager")
-    for has_data in (False, True):
+    for mode in (_FakeMode(allow_non_fake_inputs=True), None):
         try:
-            with eagerly, keep_generators([here]), torch.enable_grad():
-                return _run(modules, call) if has_data else _run_without_data(modules, call, here)
+            with eagerly, keep_generators([here]), torch.enable_grad(), mode or nullcontext():
+                return _run(modules, call, tensors, here, mode)
         except Exception as error:  # whatever a model raises
-            how = "with" if has_data else "without"
-            text = f"{type(error).__name__}: {error}"
-            _log.info("no prediction of work and memory %s data: %s", how, text)
+            _log.info("no prediction of work and memory: %s: %s", type(error).__name__, error)
     return None
 
 
-def _run_without_data(
-    modules: Sequence[nn.Module], call: tuple[Any, Any], here: torch.device
-) -> list[StageNeeds]:
-    with _FakeMode(allow_non_fake_inputs=True) as mode:
-
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.is_meta:
-                return torch.empty_like(tensor, device=here, requires_grad=tensor.requires_grad)
-            return mode.from_tensor(tensor)
-
-        held = {id(t): fake(t) for m in modules for t in (*m.parameters(), *m.buffers())}
-        return _run(modules, pytree.tree_map_only(torch.Tensor, fake, call), held)
-
-
 def _run(
-    modules: Sequence[nn.Module], call: tuple[Any, Any], held: Mapping[int, Any] | None = None
+    modules: Sequence[nn.Module], call: Any, tensors: list[Any], here: torch.device, mode: Any
 ) -> list[StageNeeds]:
-    """Run copies of stages, with the tensors ``held`` by the ids of their own, or with these."""
-    if held is None:
-        held = {id(parameter): parameter for m in modules for parameter in m.parameters()}
+    """Run copies of stages: of their parameters, or with a mode of all tensors without data."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=here, requires_grad=tensor.requires_grad)
+        return mode.from_tensor(tensor)
+
+    if mode is None:
+        held = {id(tensor): tensor for tensor in tensors if isinstance(tensor, nn.Parameter)}
+    else:
+        held = {id(tensor): fake(tensor) for tensor in tensors}
+        call = pytree.tree_map_only(torch.Tensor, fake, call)
     # A forward may change what it finds: buffers, and attributes of modules.
-    copies = copy.deepcopy(list(modules), dict(held))
+    copies = copy.deepcopy(list(modules), held)
     names = [crossings_of(module) for module in modules]
     # What a first call does beside its work does not count.
     _needs_of(names, copies, *call)

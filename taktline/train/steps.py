@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import resource
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, TypeVar
 from weakref import ref
@@ -20,10 +18,7 @@ from torch import nn
 
 from taktline.checks import check_one_of
 from taktline.errors import BatchError, LossError, ScheduleError
-from taktline.plan import Kind, Timeline, stragglers
 from taktline.runtime.schedule import Schedule
-from taktline.split.arguments import without_cache
-from taktline.stage.names import unwrapped
 from taktline.text import size_text
 from taktline.train.batches import broadcast_output, length_of, on_device
 from taktline.train.build import Built
@@ -31,40 +26,38 @@ from taktline.transport.exit_hooks import notes
 
 T = TypeVar("T")
 
-_log = logging.getLogger("taktline")
 _OPTIONS = frozenset(inspect.signature(Schedule.step).parameters)
 """Keywords of a step that are not passed to the model."""
 
 Outputs: TypeAlias = bool | Literal["last"]
 """Whether to return outputs: on every rank, on none, or on that of the last stage."""
 
-Lists: TypeAlias = tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]
-"""Lists to fill: the losses of micro-batches, and the losses that were added."""
-
 
 def run(
     built: Built,
     verb: Literal["step", "eval"],
     batch: tuple[tuple[Any, ...], Any, dict[str, Any]],
-    lists: Lists,
     return_outputs: Outputs,
+    **lists: list[torch.Tensor] | None,
 ) -> tuple[Any, torch.Tensor | None]:
-    """Run a step or an eval; returns its output, and its loss, which is the same on all ranks."""
+    """Run a step or an eval; returns its output, and its loss, which is the same on all ranks.
+
+    ``lists`` are the ``losses`` and ``aux_losses`` to fill.
+    """
     check_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
-    if verb == "step" and not built.plan.has(Kind.B, Kind.I):
+    if verb == "step" and not built.trains:
         raise ScheduleError(f"{built.plan.name} has no backward; call eval(…)")
     if built.ranks.device.type != "cpu":
         batch = on_device(batch, built.ranks.device)
     args, target, options = batch
-    if built.plan.stages == 1:
-        options = _without_cache(built, options)
+    if built.keywords and options.get("kwarg_mbs") is None:
+        options = built.keywords | options
     output = getattr(built.schedule, verb)(
         *args,
         target=target,
-        losses=lists[0],
-        aux_losses=lists[1],
         share_losses=True,
         return_outputs=bool(return_outputs),
+        **lists,
         **options,
     )
     ranks, loss = built.ranks, built.schedule.loss
@@ -140,21 +133,6 @@ def of_model(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in _OPTIONS}
 
 
-def _without_cache(built: Built, options: dict[str, Any]) -> dict[str, Any]:
-    """The options for a model in one stage, which keeps no cache, as in several stages.
-
-    Most models of transformers return one by default, and those of micro-batches cannot be joined.
-    """
-    if options.get("kwarg_mbs") is not None or built.options["kwargs_chunk_spec"] is not None:
-        return options  # the user has said what each keyword argument is
-    return without_cache(_argument_names(type(unwrapped(built.model.modules[0]))), options)
-
-
-@lru_cache(maxsize=16)
-def _argument_names(model: type[nn.Module]) -> frozenset[str]:
-    return frozenset(inspect.signature(model.forward).parameters)
-
-
 @contextmanager
 def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
     """Put modules into training or evaluation mode, and restore their modes at the end."""
@@ -168,22 +146,12 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
             part.training = mode
 
 
-_WINDOW = 21
-"""Speeds are averaged over 20 steps, between so many ends."""
-_REMEMBERED = 8
-"""With how many earlier steps a step is compared, where the work of stages is not known."""
-
-
 class Metrics:
     """The metrics of the latest steps."""
 
-    def __init__(self, report_every: int | None = None) -> None:
-        """Every so many steps, the log says which ranks are slow."""
-        self._report_every = report_every
-        self._timelines: deque[Timeline] = deque(maxlen=_REMEMBERED + 1)
-        """Of the latest reports."""
-        self._ends: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
-        """When each step ended, with its rows and its tokens."""
+    def __init__(self) -> None:
+        self._ends: deque[tuple[float, int, int]] = deque(maxlen=21)
+        """When each step ended, with its rows and its tokens; 20 steps lie between so many."""
         self.loss: torch.Tensor | None = None
         self.bubble: float | None = None
         """Of the latest step that was traced."""
@@ -206,29 +174,13 @@ class Metrics:
         if self.bubble is not None:
             found["bubble"] = self.bubble
         if len(self._ends) > 1:
-            later = list(self._ends)[1:]
-            seconds = max(later[-1][0] - self._ends[0][0], 1e-9)
+            (begin, *_), *later = self._ends
+            seconds = max(later[-1][0] - begin, 1e-9)
             found["step_ms"] = 1e3 * seconds / len(later)
             for place, name in ((1, "rows_per_s"), (2, "tokens_per_s")):
                 if total := sum(end[place] for end in later):
                     found[name] = replicas * total / seconds
         return found
-
-    @contextmanager
-    def report(self, built: Built) -> Iterator[None]:
-        """Wrap a training step; if it is time, trace it, and log which ranks were slow in it."""
-        number, every = built.schedule.steps, self._report_every
-        if not every or (number + 1) % every or built.schedule._runner.recorder is not None:
-            yield
-            return
-        with built.schedule.trace() as trace:
-            yield
-        self._timelines.extend(trace.timelines)
-        work, ranks = built.table.work, built.ranks
-        judged = list(self._timelines) if work is None else list(self._timelines)[-1:]
-        where = f"replica {ranks.replica}, " if ranks.replicas > 1 else ""
-        for straggler in stragglers(judged, work=work) if 0 in ranks.own else ():
-            _log.warning("%sstep %d: %s", where, number, straggler)
 
 
 def _peak(device: torch.device) -> int:
@@ -269,16 +221,11 @@ def line(numbers: Mapping[str, float]) -> str:
     >>> line({"loss": 2.5, "tokens_per_s": 1234.5, "bubble": 0.25, "peak_memory": 3 << 20})
     'loss 2.500  1,234 tokens/s  bubble 25%  peak 3.0 MiB'
     """
-    texts = {
-        "loss": lambda number: f"loss {number:.3f}",
-        "tokens_per_s": lambda number: f"{number:,.0f} tokens/s",
-        "rows_per_s": lambda number: f"{number:,.0f} rows/s",
-        "bubble": lambda number: f"bubble {number:.0%}",
-        "peak_memory": lambda number: f"peak {size_text(number)}",
-    }
-    if "tokens_per_s" in numbers:
-        texts.pop("rows_per_s")
-    return "  ".join(text(numbers[name]) for name, text in texts.items() if name in numbers)
+    speed = "tokens" if "tokens_per_s" in numbers else "rows"
+    texts = {"loss": "loss {:.3f}", f"{speed}_per_s": f"{{:,.0f}} {speed}/s"}
+    texts["bubble"] = "bubble {:.0%}"
+    found = [text.format(numbers[name]) for name, text in texts.items() if name in numbers]
+    return "  ".join([*found, f"peak {size_text(numbers['peak_memory'])}"])
 
 
 def _bar(total: int | None) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from taktline import pytree
 from taktline.checks import Either, check
 from taktline.device import keep_generators
 from taktline.errors import UseError
-from taktline.plan import Kind, Plan
+from taktline.plan import Kind
 from taktline.side_values import collect_losses
 from taktline.stage.names import named_modules, unchanged
 from taktline.train.build import Built
@@ -42,9 +43,8 @@ _MEAN = (
 _DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first tensor that differs between a pipeline and the plain model."""
+class Difference(NamedTuple):
+    """A tensor that differs between a pipeline and the plain model."""
 
     within: str
     """The phase: "forward", "loss" or "gradient"."""
@@ -55,7 +55,7 @@ class Difference:
     stage: int
     name: str
     """Of a module, or of a parameter."""
-    error: float
+    error: float = 0.0
     """The largest difference, relative to the largest value."""
     advice: str = ""
 
@@ -105,7 +105,8 @@ def verify(
         )
     with built.everywhere("verify()"):
         plain = _copy_of(model, built)
-    stages = built.model.modules
+    stages, runner = built.model.modules, built.schedule._runner
+    steps, stepped_at = built.schedule.steps, runner.stepped_at
     parts = [part for module in (plain, *stages.values()) for part in module.modules()]
     dropouts = [part for part in parts if isinstance(part, _DROPOUTS)]
     with (
@@ -114,36 +115,32 @@ def verify(
         in_mode(*dropouts, training=False),
         ExitStack() as stack,
     ):
-        found = _Comparison(plain, built.options["loss_fn"], batch, tolerance)
+        whole = _record(plain, named_modules(plain), stack)
+        wanted = _plain_loss(plain, built.options["loss_fn"], batch)
         forwards = {
-            stage: stack.enter_context(_recording(module, _same_modules(built, stage, plain)))
+            stage: _record(module, _same_modules(built, stage, plain), stack)
             for stage, module in stages.items()
         }
-        runner, before = built.schedule._runner, built.schedule.steps
-        stepped_at = runner.stepped_at
-        _, loss = run(built, "step", _cloned(batch), (None, None), False)
-        built.schedule.steps, runner.stepped_at = before, stepped_at  # this is no training step
-        for stage, recorded in forwards.items():
-            order = [part for part in _order(built.plan, stage) if part < len(recorded)]
-            found.outputs(stage, dict(sorted(zip(order, recorded, strict=True))))
+        _, loss = run(built, "step", _cloned(batch), False)
+        built.schedule.steps, runner.stepped_at = steps, stepped_at  # this is no training step
+        pairs = [each for stage in forwards for each in _outputs(built, stage, forwards, *whole)]
         if loss is not None:
-            where = (0, -1, built.plan.stages - 1, "")
-            found.compare("loss", where, loss.detach(), found.loss.detach(), _MEAN)
-        for stage, name, parameter in built.parameters():
-            found.parameter(stage, name, parameter)
-    first = None if found.first is None else astuple(found.first)
+            last = Difference("loss", 0, -1, built.plan.stages - 1, "", advice=_MEAN)
+            pairs.append((last, loss.detach(), wanted))
+        largest = max((_largest(p.grad) for p in plain.parameters()), default=0.0)
+        pairs += _gradients(built, plain)
+        found = [
+            place._replace(error=error)
+            for place, here, there in pairs
+            if (error := _error(here, there, tolerance, largest * (place.within == "gradient")))
+        ]
+    first = min(found, key=Difference.order, default=None)
     shape = (int, Either(None, (str, int, int, int, str, float, str)))
-    mine, call = (found.compared, first), "verify()"
+    mine, call = (len(pairs), first), "verify()"
     shared = share_values(built.ranks.transport, mine, shape, call, what="the differences")
     differences = [Difference(*each) for _, each in shared if each is not None]
     compared = sum(count for count, _ in shared)
     return Verification(compared, min(differences, key=Difference.order, default=None))
-
-
-def _order(plan: Plan, stage: int) -> list[int]:
-    """The micro-batches in the order in which a stage runs them forward."""
-    rows = plan.rows_of(plan.placement.rank_of[stage])
-    return rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
 
 
 def _copy_of(model: nn.Module, built: Built) -> nn.Module:
@@ -177,105 +174,97 @@ def _same_modules(built: Built, stage: int, plain: nn.Module) -> dict[str, nn.Mo
 
 _Forward: TypeAlias = dict[tuple[str, int, int], torch.Tensor]
 """Outputs by module, its call within the forward, and the place in its output; in that order."""
+_Pair: TypeAlias = tuple[Difference, torch.Tensor, torch.Tensor]
+"""A tensor of the pipeline and that of the plain model, and where they are."""
 
 
-@contextmanager
-def _recording(root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[list[_Forward]]:
-    """Yields a list that gets the outputs of modules in each call of ``root``."""
+def _record(root: nn.Module, modules: Mapping[str, nn.Module], stack: ExitStack) -> list[_Forward]:
+    """A list that gets the outputs of modules in each call of ``root``, until the stack is left."""
     forwards: list[_Forward] = []
-    inside, counts = [False], Counter[str]()  # what a backward computes again is not recorded
+    counts = Counter[str]()
+    inside = False  # what a backward computes again is not recorded
 
     def begin(*_: Any) -> None:
-        inside[0] = True
+        nonlocal inside
+        inside = True
         counts.clear()
         forwards.append({})
 
     def end(*_: Any) -> None:
-        inside[0] = False
+        nonlocal inside
+        inside = False
 
-    def hook(name: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: Any, output: Any) -> None:
-            if inside[0]:
-                tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
-                for place, tensor in enumerate(tensors):
-                    # A copy, as the next module may change it in place.
-                    forwards[-1][name, counts[name], place] = tensor.detach().clone()
-                counts[name] += 1
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if inside:
+            tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+            for place, tensor in enumerate(tensors):
+                # A copy, as the next module may change it in place.
+                forwards[-1][name, counts[name], place] = tensor.detach().clone()
+            counts[name] += 1
 
-        return record
-
-    with ExitStack() as stack:
-        for handle in (
-            root.register_forward_pre_hook(begin),
-            *(part.register_forward_hook(hook(name)) for name, part in modules.items()),
-            root.register_forward_hook(end, always_call=True),
-        ):
-            stack.callback(handle.remove)
-        yield forwards
+    handles = [root.register_forward_pre_hook(begin)]
+    handles += [part.register_forward_hook(partial(note, name)) for name, part in modules.items()]
+    for handle in (*handles, root.register_forward_hook(end, always_call=True)):
+        stack.callback(handle.remove)
+    return forwards
 
 
-class _Comparison:
-    """A step of the plain model on the whole batch, and the first difference on this process."""
+def _plain_loss(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
+    """Run the whole batch forward and backward; returns the loss."""
+    args, target, options = _cloned(batch)
+    with collect_losses() as added:
+        output = model(*args, **of_model(options))
+    loss = sum(added, start=loss_fn(output, target, **options.get("loss_kwargs") or {}))
+    loss.backward()
+    return loss.detach()
 
-    def __init__(self, model: nn.Module, loss_fn: Any, batch: Any, tolerance: float | None) -> None:
-        self._tolerance = tolerance
-        self.first: Difference | None = None
-        self.compared = 0
-        args, target, options = _cloned(batch)
-        with _recording(model, named_modules(model)) as forwards, collect_losses() as added:
-            output = model(*args, **of_model(options))
-        loss = loss_fn(output, target, **options.get("loss_kwargs") or {})
-        self.loss = sum(added, start=loss)
-        self.loss.backward()
-        self._expected = forwards[0]
-        named = list(model.named_parameters(remove_duplicate=False))
-        self._gradients = {name: (place, p.grad) for place, (name, p) in enumerate(named)}
-        gradients = [p.grad for _, p in named if p.grad is not None]
-        self._largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
 
-    def outputs(self, stage: int, by_microbatch: Mapping[int, _Forward]) -> None:
-        """Compare the outputs of a stage's modules."""
-        for place, (call, whole) in enumerate(self._expected.items()):
-            found = {m: forward[call] for m, forward in by_microbatch.items() if call in forward}
-            rows = _rows(whole, list(found.values()))
-            for (microbatch, output), expected in zip(found.items(), rows, strict=False):
-                self.compare("forward", (place, microbatch, stage, call[0]), output, expected)
+def _outputs(
+    built: Built, stage: int, forwards: Mapping[int, Sequence[_Forward]], whole: _Forward
+) -> Iterator[_Pair]:
+    """The outputs of a stage's modules for each micro-batch."""
+    rows = built.plan.rows_of(built.plan.placement.rank_of[stage])
+    order = rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
+    recorded = forwards[stage]  # in this order; of a small batch, there are fewer micro-batches
+    order = [part for part in order if part < len(recorded)]
+    by_microbatch = sorted(zip(order, recorded, strict=True), key=lambda each: each[0])
+    for place, (call, output) in enumerate(whole.items()):
+        found = {m: forward[call] for m, forward in by_microbatch if call in forward}
+        expected = _rows(output, list(found.values()))
+        for (microbatch, part), there in zip(found.items(), expected, strict=False):
+            yield Difference("forward", place, microbatch, stage, call[0]), part, there
 
-    def parameter(self, stage: int, name: str, parameter: nn.Parameter) -> None:
-        """Compare the sum of a parameter's gradients over the micro-batches."""
-        if name not in self._gradients or not parameter.requires_grad:
-            return
-        place, expected = self._gradients[name]
-        zeros = torch.zeros_like(parameter)
-        found = zeros if parameter.grad is None else parameter.grad
-        wanted = zeros if expected is None else expected
-        where = (-place, -1, stage, name)  # the backward reaches the last one first
-        self.compare("gradient", where, found, wanted, least=1e-3 * self._largest)
 
-    def compare(
-        self,
-        within: str,
-        where: tuple[int, int, int, str],
-        found: torch.Tensor,
-        expected: torch.Tensor,
-        advice: str = "",
-        least: float = 1e-12,
-    ) -> None:
-        """Compare two tensors, relative to the largest value, or to ``least`` if that is more."""
-        self.compared += 1
-        if found.dtype == expected.dtype and torch.equal(found, expected):
-            return
-        usual = _TOLERANCE.get(expected.dtype, _COARSE)
-        limit = usual if self._tolerance is None else self._tolerance
-        found, expected = found.double(), expected.double()
-        scale = max(float(expected.abs().max()) if expected.numel() else 0.0, least, 1e-12)
-        error = float((found - expected).abs().max()) / scale if expected.numel() else 0.0
-        if error <= limit:
-            return
-        size = min(error, _ENDLESS) if error == error else _ENDLESS
-        difference = Difference(within, *where, size, advice)
-        if self.first is None or difference.order() < self.first.order():
-            self.first = difference
+def _gradients(built: Built, plain: nn.Module) -> Iterator[_Pair]:
+    """The gradients of parameters, summed over the micro-batches."""
+    named = [name for name, _ in plain.named_parameters(remove_duplicate=False)]
+    for stage, name, parameter in built.parameters():
+        if name in named and parameter.requires_grad:
+            zeros, there = torch.zeros_like(parameter), plain.get_parameter(name).grad
+            # The backward reaches the last one first.
+            where = Difference("gradient", -named.index(name), -1, stage, name)
+            here = zeros if parameter.grad is None else parameter.grad
+            yield where, here, zeros if there is None else there
+
+
+def _largest(tensor: torch.Tensor | None) -> float:
+    return 0.0 if tensor is None or not tensor.numel() else float(tensor.abs().max())
+
+
+def _error(
+    found: torch.Tensor, expected: torch.Tensor, tolerance: float | None, largest: float
+) -> float:
+    """The difference of two tensors, relative to the largest value; 0 if it is rounding.
+
+    ``largest`` is that of all gradients: beside it, small ones are rounded coarsely.
+    """
+    if found.dtype == expected.dtype and torch.equal(found, expected):
+        return 0.0
+    usual = _TOLERANCE.get(expected.dtype, _COARSE)
+    limit = usual if tolerance is None else tolerance
+    found, expected = found.double(), expected.double()
+    error = _largest(found - expected) / max(_largest(expected), 1e-3 * largest, 1e-12)
+    return 0.0 if error <= limit else min(error, _ENDLESS) if error == error else _ENDLESS
 
 
 def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

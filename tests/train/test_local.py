@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 import taktline as tl
-from taktline.errors import TransportError
 from taktline.plan import write
-from taktline.train import ranks
 from tests.train.models import (
     CUTS,
     LM,
@@ -256,11 +254,15 @@ def test_a_model_without_values() -> None:
         ),
         (
             {"schedule": tl.build("gpipe", ranks=3, microbatches=4)},
-            "plan 'gpipe' is for 3 ranks and 4 micro-batches, not 2 and 4; start as many ranks",
+            "plan 'gpipe' is for 3 ranks, 4 micro-batches and 3 stages, not 2, 4 and 2; start as",
         ),
         (
             {"schedule": tl.build("gpipe", ranks=2, microbatches=8)},
-            "plan 'gpipe' is for 2 ranks and 8 micro-batches, not 2 and 4",
+            "plan 'gpipe' is for 2 ranks, 8 micro-batches and 2 stages, not 2, 4 and 2",
+        ),
+        (
+            {"schedule": tl.build("gpipe", ranks=2, microbatches=4), "cuts": CUTS[4]},
+            "4 micro-batches and 2 stages, not 2, 4 and 4; start as many ranks",
         ),
         ({"model": 7}, "a model is an nn.Module, a list of stages or a dict of them, not 7"),
         ({"model": [nn.Linear(1, 1), 7]}, "stage 1 is 7, not an nn.Module"),
@@ -322,18 +324,6 @@ def test_stages_that_are_prepared() -> None:
         "1.1.bias",
     ]
     pipe.load_state_dict(pipe.state_dict())
-
-
-def test_processes_that_cannot_connect() -> None:
-    with pytest.raises(TransportError) as caught, ranks._connecting():
-        raise RuntimeError("Gloo connectFullMesh failed: Connection refused\nmore")
-    text = str(caught.value)
-    assert text.startswith(
-        "the processes cannot connect to each other (Gloo connectFullMesh failed: Connection "
-        "refused); gloo uses the address of this host's name, often 127.0.0.1: set "
-        "GLOO_SOCKET_IFNAME to the network interface that the hosts share, such as eth0"
-    )
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
 
 
 def test_a_model_cut_at_split_points() -> None:

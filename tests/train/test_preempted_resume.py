@@ -79,9 +79,7 @@ class Run:
 
     def save(self, pipe: tl.Pipeline) -> None:
         self.saves += 1
-        options: dict[str, Any] = self.saved_with()
-        options["async_save"] = self.kind == "in the background"
-        saved = pipe.save(self.folder, self.optimizers, **options)
+        saved = pipe.save(self.folder, self.optimizers, **self.saved_with())
         (steps,) = {each.steps for each in pipe.schedules.values()}
         assert saved.name.endswith(f"-step-{steps}")
 
@@ -96,8 +94,6 @@ class Run:
             assert first % self.parts == 0
         for update in range(first // self.parts, UPDATES):
             together = self.pipe.accumulate() if self.kind == "reduced once" else nullcontext()
-            if self.kind == "zero first":
-                self.zero_grad()
             with together:
                 for part in range(self.parts):
                     x = self.batch()
@@ -107,18 +103,13 @@ class Run:
                     if self.kind == "every other":
                         self.optimizers[0].step()
                         self.optimizers[0].zero_grad()
-            for each in self.optimizers[1:] if self.kind == "every other" else self.optimizers:
+            for each in self.optimizers[self.kind == "every other" :]:
                 each.step()
-            if self.kind != "zero first":
-                self.zero_grad()
+                each.zero_grad(set_to_none=self.kind != "several")
             for each in self.schedulers:
                 each.step()
             if self.kind == "eval":
                 self.pipe.eval(torch.ones(8, 4))
-
-    def zero_grad(self) -> None:
-        for each in self.optimizers:
-            each.zero_grad(set_to_none=self.kind != "several")
 
     def hear(self, stop: tuple[int, int, str] | None, here: tuple[int, int, str]) -> None:
         if stop == here:
@@ -149,14 +140,12 @@ def run(rank: int, group: Any, folder: str, kind: str, shape: Any, stop: Any) ->
 
 KINDS = [
     ("plain", None, (2, 0, "step")),
-    ("zero first", None, (2, 0, "step")),
     ("noisy", None, (2, 0, "step")),
     ("accumulated", None, (2, 0, "step")),
     ("every other", None, (2, 0, "step")),
     ("reduced once", None, (2, 0, "step")),
     ("several", None, (2, 0, "step")),
     ("eval", None, (2, 0, "step")),
-    ("in the background", None, (2, 0, "step")),
     ("reduced once", (2, 2), (2, 0, "step")),
 ]
 

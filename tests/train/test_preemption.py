@@ -110,13 +110,12 @@ def pipeline(**options: Any) -> tl.Pipeline:
 
 
 @pytest.fixture
-def _one_signal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every further signal counts as a second one; and nothing is left behind."""
-    monkeypatch.setattr(preemption, "_ONE_SIGNAL", -1.0)
+def _restored() -> Iterator[None]:
+    """Nothing is left behind."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
-    preemption._signals.heard = None
+    preemption._signals.heard = False
 
 
 def terminate() -> None:
@@ -153,7 +152,7 @@ def test_an_error_in_on_preempt_is_raised() -> None:
             pipe.eval(X)
 
 
-@pytest.mark.usefixtures("_one_signal")
+@pytest.mark.usefixtures("_restored")
 def test_a_users_own_handler_is_called_as_well_and_comes_back() -> None:
     numbers: list[int] = []
     own = lambda number, _: numbers.append(number)  # noqa: E731
@@ -168,7 +167,7 @@ def test_a_users_own_handler_is_called_as_well_and_comes_back() -> None:
     assert signal.getsignal(signal.SIGTERM) == own
 
 
-@pytest.mark.usefixtures("_one_signal")
+@pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_pipeline_that_is_dropped_hears_nothing(elsewhere: bool) -> None:
     numbers: list[int] = []
@@ -182,20 +181,7 @@ def test_a_pipeline_that_is_dropped_hears_nothing(elsewhere: bool) -> None:
     gc.collect()
     terminate()
     assert numbers == [signal.SIGTERM]
-    assert preemption._signals.heard is None
-
-
-@pytest.mark.usefixtures("_one_signal")
-def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[Any] = []
-    monkeypatch.setattr(
-        preemption.os, "kill", lambda *_: killed.append(signal.getsignal(signal.SIGTERM))
-    )
-    with pipeline(on_preempt=print):
-        terminate()
-        assert not killed
-        terminate()
-        assert killed == [signal.SIG_DFL]
+    assert preemption._signals.heard is False
 
 
 def test_it_must_be_called_and_made_in_the_main_thread() -> None:

@@ -1,14 +1,12 @@
-"""Numbers of how training goes, the bar that shows them, and reports of slow ranks."""
+"""Numbers of how training goes, and the bar that shows them."""
 
 from __future__ import annotations
 
-import logging
 import os
 import pty
 import re
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -107,73 +105,3 @@ def test_in_a_notebook() -> None:
     pipe = make()
     pipe.close()
     assert pipe._repr_html_() == "<pre>Pipeline(closed)</pre>"
-
-
-X = torch.ones(8, 16)
-
-
-class Layer(nn.Linear):
-    """May take its time."""
-
-    naps = 0.0
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.naps)
-        return torch.tanh(super().forward(input))
-
-
-def napping(**options: Any) -> Pipeline:
-    usual: dict[str, Any] = {"microbatches": 4, "loss_fn": nn.functional.mse_loss, "ranks": 2}
-    model = nn.Sequential(*(Layer(16, 16) for _ in range(4)))
-    return Pipeline(model, cuts=["2"], **(usual | options))
-
-
-def slow_down(pipe: Pipeline, stage: int = 1) -> None:
-    for module in pipe.stages[stage].modules() if stage in pipe.stages else ():
-        if isinstance(module, Layer):
-            module.naps = 0.02
-
-
-def reported(rank: int, group: Any, counted: bool) -> list[str]:
-    """The log of four steps, of which the last two are slow on the second rank."""
-    here = {}
-    if group is not None:
-        here["mesh"] = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
-    pipe = napping(report_stragglers=2, example=(X[:2],) if counted else None, **here)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("taktline").addHandler(handler)
-    try:
-        for number in range(4):
-            if number == 2:
-                slow_down(pipe)
-            pipe.step(X, target=X)
-    finally:
-        logging.getLogger("taktline").removeHandler(handler)
-    return lines
-
-
-@pytest.mark.parametrize(
-    ("counted", "words"), [(True, "its work accounts for"), (False, "it took before")]
-)
-@pytest.mark.parametrize("ranks", ["local", pytest.param("gloo", marks=pytest.mark.processes)])
-def test_the_log_names_the_slow_rank(
-    request: pytest.FixtureRequest, ranks: str, counted: bool, words: str
-) -> None:
-    if ranks == "local":
-        found, others = reported(0, None, counted), []
-    else:
-        workers: Workers = request.getfixturevalue("workers")
-        found, others = workers.run(reported, counted, ranks=2)
-    # Not of the first one, in which so small a model may seem slow anywhere.
-    start = "step 3: rank 1 is slow: the forward of stage 1 takes"
-    (slow,) = [line for line in found if line.startswith(start)]
-    assert f"times what {words}; slowest in micro-batches" in slow
-    assert others == []
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, "often"])
-def test_a_number_of_steps(wrong: Any) -> None:
-    with pytest.raises(ArgumentError, match="report_stragglers must be a whole number from 1 up"):
-        napping(report_stragglers=wrong)
