@@ -44,7 +44,8 @@ def run(
 
     ``lists`` are the ``losses`` and ``aux_losses`` to fill.
     """
-    check_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
+    if not isinstance(return_outputs, bool):
+        check_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
     if verb == "step" and not built.trains:
         raise ScheduleError(f"{built.plan.name} has no backward; call eval(…)")
     if built.ranks.device.type != "cpu":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -57,7 +56,6 @@ class Difference(NamedTuple):
     """Of a module, or of a parameter."""
     error: float = 0.0
     """The largest difference, relative to the largest value."""
-    advice: str = ""
 
     def order(self) -> tuple[int, int, int]:
         """A key that sorts differences in the order in which the plain model computes."""
@@ -67,7 +65,7 @@ class Difference(NamedTuple):
         where = f"stage {self.stage}"
         where += f", micro-batch {self.microbatch}" if self.microbatch >= 0 else ""
         what = _PHASES[self.within].format(self.name or "the model")
-        advice = f"; {self.advice}" if self.advice else ""
+        advice = f"; {_MEAN}" if self.within == "loss" else ""
         much = "is not finite" if self.error == _ENDLESS else f"differs by {self.error:.1e}"
         return f"{where}, {self.within}: {what} {much}{advice}"
 
@@ -125,7 +123,7 @@ def verify(
         built.schedule.steps, runner.stepped_at = steps, stepped_at  # this is no training step
         pairs = [each for stage in forwards for each in _outputs(built, stage, forwards, *whole)]
         if loss is not None:
-            last = Difference("loss", 0, -1, built.plan.stages - 1, "", advice=_MEAN)
+            last = Difference("loss", 0, -1, built.plan.stages - 1, "")
             pairs.append((last, loss.detach(), wanted))
         largest = max((_largest(p.grad) for p in plain.parameters()), default=0.0)
         pairs += _gradients(built, plain)
@@ -135,7 +133,7 @@ def verify(
             if (error := _error(here, there, tolerance, largest * (place.within == "gradient")))
         ]
     first = min(found, key=Difference.order, default=None)
-    shape = (int, Either(None, (str, int, int, int, str, float, str)))
+    shape = (int, Either(None, (str, int, int, int, str, float)))
     mine, call = (len(pairs), first), "verify()"
     shared = share_values(built.ranks.transport, mine, shape, call, what="the differences")
     differences = [Difference(*each) for _, each in shared if each is not None]
@@ -172,8 +170,8 @@ def _same_modules(built: Built, stage: int, plain: nn.Module) -> dict[str, nn.Mo
     return found
 
 
-_Forward: TypeAlias = dict[tuple[str, int, int], torch.Tensor]
-"""Outputs by module, its call within the forward, and the place in its output; in that order."""
+_Forward: TypeAlias = dict[str, list[torch.Tensor]]
+"""Outputs by module, of all its calls within the forward; in that order."""
 _Pair: TypeAlias = tuple[Difference, torch.Tensor, torch.Tensor]
 """A tensor of the pipeline and that of the plain model, and where they are."""
 
@@ -181,13 +179,11 @@ _Pair: TypeAlias = tuple[Difference, torch.Tensor, torch.Tensor]
 def _record(root: nn.Module, modules: Mapping[str, nn.Module], stack: ExitStack) -> list[_Forward]:
     """A list that gets the outputs of modules in each call of ``root``, until the stack is left."""
     forwards: list[_Forward] = []
-    counts = Counter[str]()
     inside = False  # what a backward computes again is not recorded
 
     def begin(*_: Any) -> None:
         nonlocal inside
         inside = True
-        counts.clear()
         forwards.append({})
 
     def end(*_: Any) -> None:
@@ -197,10 +193,8 @@ def _record(root: nn.Module, modules: Mapping[str, nn.Module], stack: ExitStack)
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         if inside:
             tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
-            for place, tensor in enumerate(tensors):
-                # A copy, as the next module may change it in place.
-                forwards[-1][name, counts[name], place] = tensor.detach().clone()
-            counts[name] += 1
+            # Copies, as the next module may change them in place.
+            forwards[-1].setdefault(name, []).extend(x.detach().clone() for x in tensors)
 
     handles = [root.register_forward_pre_hook(begin)]
     handles += [part.register_forward_hook(partial(note, name)) for name, part in modules.items()]
@@ -228,11 +222,17 @@ def _outputs(
     recorded = forwards[stage]  # in this order; of a small batch, there are fewer micro-batches
     order = [part for part in order if part < len(recorded)]
     by_microbatch = sorted(zip(order, recorded, strict=True), key=lambda each: each[0])
-    for place, (call, output) in enumerate(whole.items()):
-        found = {m: forward[call] for m, forward in by_microbatch if call in forward}
-        expected = _rows(output, list(found.values()))
-        for (microbatch, part), there in zip(found.items(), expected, strict=False):
-            yield Difference("forward", place, microbatch, stage, call[0]), part, there
+    for place, (name, outputs) in enumerate(whole.items()):
+        for number, output in enumerate(outputs):
+            found = {
+                microbatch: forward[name][number]
+                for microbatch, forward in by_microbatch
+                # Of a module that several stages call, each has a part of the calls.
+                if len(forward.get(name, ())) == len(outputs)
+            }
+            expected = _rows(output, list(found.values()))
+            for (microbatch, part), there in zip(found.items(), expected, strict=False):
+                yield Difference("forward", place, microbatch, stage, name), part, there
 
 
 def _gradients(built: Built, plain: nn.Module) -> Iterator[_Pair]:

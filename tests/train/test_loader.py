@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import taktline as tl
 from taktline.errors import DataError, SignatureError
@@ -91,36 +91,6 @@ class TestInOneProcess:
         assert sampler.epoch == 3
         assert not all(torch.equal(a[0], b[0]) for a, b in zip(first, loader, strict=True))
         pipeline().loader([]).set_epoch(1)  # nobody to tell
-
-
-def trained(pipe: tl.Pipeline, dataset: Dataset[Any] | None) -> list[float]:
-    """Two epochs with a plain ``shuffle=True``, of which no rank knows the others' order."""
-    inner = None if dataset is None else DataLoader(dataset, 4, shuffle=True)
-    loader, optimizer = pipe.loader(inner), torch.optim.SGD(pipe.parameters(), lr=0.05)
-    assert len(loader) == 3
-    losses: list[float] = []
-    for _ in range(2):
-        for x, y in loader:
-            losses.append(float(pipe.step(x, target=y)))
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
-
-
-def shuffled(rank: int, group: Any) -> list[float]:
-    pipe = pipeline(on(group))
-    torch.manual_seed(7 + rank)  # as dropout without a seed leaves the generators: apart
-    return trained(pipe, DATA if rank == 0 else None)
-
-
-@pytest.mark.processes
-def test_shuffled_training_equals_one_process(workers: Workers) -> None:
-    pipe = pipeline()
-    torch.manual_seed(7)
-    expected = trained(pipe, DATA)
-    first, second = workers.run(shuffled, ranks=2)
-    assert first == second
-    assert first == pytest.approx(expected, rel=1e-6)
 
 
 BATCH = {

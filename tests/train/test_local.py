@@ -155,47 +155,44 @@ def test_keyword_arguments_reach_the_stage_that_takes_them() -> None:
     torch.testing.assert_close(pipe.eval(TOKENS, shift=shift), LM()(TOKENS, shift))
 
 
+def scaled(parameters: Any, scaler: torch.amp.GradScaler, step: Any, clip: Any) -> Record:
+    """Train with a scaler, and an overflow in the second step."""
+    parameters, record = list(parameters), Record()
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    for number, (tokens, target) in enumerate(batches()):
+        record.losses.append(step(tokens, target).item())
+        if number == 1:
+            parameters[0].grad[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        record.norms.append(clip().item())
+        scaler.step(optimizer)
+        scaler.update()
+        record.norms.append(scaler.get_scale())
+        optimizer.zero_grad()
+    return record
+
+
 def test_a_scaler() -> None:
     model = LM()
-    expected, pipe = copy.deepcopy(model), pipeline(model)
+    plain_model, pipe = copy.deepcopy(model), pipeline(model)
     options = {"init_scale": 64.0, "growth_interval": 1}
-    found = _scaled(expected, torch.amp.GradScaler("cpu", **options))
-    scaler = pipe.scaler(**options)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-    record = Record()
-    for number, (tokens, target) in enumerate(batches()):
-        loss = pipe.step(tokens, target=target, scaler=scaler)
-        if number == 1:
-            next(pipe.parameters()).grad[0, 0] = float("inf")  # pyright: ignore
-        scaler.unscale_(optimizer)
-        record.losses.append(loss.item())
-        record.norms.append(pipe.clip_grad_norm_(1.0).item())
-        scaler.step(optimizer)
-        scaler.update()
-        record.norms.append(scaler.get_scale())
-        optimizer.zero_grad()
-    record.state = pipe.state_dict()
-    record.require_close(found)
+    scaler, ours = torch.amp.GradScaler("cpu", **options), pipe.scaler(**options)
 
-
-def _scaled(model: LM, scaler: torch.amp.GradScaler) -> Record:
-    """Plain training with a scaler, and an overflow in the second step."""
-    optimizer, record = torch.optim.AdamW(model.parameters(), lr=1e-2), Record()
-    for number, (tokens, target) in enumerate(batches()):
-        loss = loss_fn(model(tokens), target)
+    def step(tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(plain_model(tokens), target)
         scaler.scale(loss).backward()
-        if number == 1:
-            model.embed.weight.grad[0, 0] = float("inf")  # pyright: ignore
-        scaler.unscale_(optimizer)
-        record.losses.append(loss.item())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        record.norms.append(norm.item())
-        scaler.step(optimizer)
-        scaler.update()
-        record.norms.append(scaler.get_scale())
-        optimizer.zero_grad()
-    record.state = model.state_dict()
-    return record
+        return loss
+
+    weights = list(plain_model.parameters())
+    expected = scaled(weights, scaler, step, lambda: nn.utils.clip_grad_norm_(weights, 1.0))
+    found = scaled(
+        pipe.parameters(),
+        ours,
+        lambda tokens, target: pipe.step(tokens, target=target, scaler=ours),
+        lambda: pipe.clip_grad_norm_(1.0),
+    )
+    expected.state, found.state = plain_model.state_dict(), pipe.state_dict()
+    found.require_close(expected)
 
 
 def test_dropout_is_drawn_anew_in_each_step_and_alike_with_a_seed() -> None:

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
 from taktline.errors import UseError
 from tests.train.models import LM, TARGET, TOKENS, batches, loss_fn, pipeline, plain
-from tests.workers import Workers
 
 WAYS: dict[str, Any] = {
     "by name": {},
@@ -88,25 +85,6 @@ def test_stages_in_a_list_stay_tied() -> None:
     assert gradient is not None
     torch.testing.assert_close(embed.weight.grad, gradient)
     torch.testing.assert_close(pipe.grad_norm(), gradient.norm())
-
-
-def tied(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    model = LM()
-    optimizer = torch.optim.Adam(model.parameters(), 0.1)  # made before the pipeline
-    with pipeline(model, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))) as pipe:
-        for tokens, target in batches():
-            pipe.step(tokens, target=target)
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: p.detach() for name, p in pipe.named_parameters()}
-
-
-@pytest.mark.processes
-def test_copies_of_a_tied_weight_stay_the_same(workers: Workers) -> None:
-    names = ("embed.weight", "head.weight")
-    copies = [part[name] for part in workers.run(tied) for name in names if name in part]
-    assert len(copies) == 2
-    assert torch.equal(*copies)
 
 
 def test_an_optimizer_of_parameters_without_data_trains_them() -> None:
@@ -184,15 +162,3 @@ def test_what_a_pipeline_does_not_have(name: str, advice: str) -> None:
     assert not hasattr(pipe, name)
     with pytest.raises(AttributeError, match=advice):
         getattr(pipe, name)
-
-
-def test_a_second_pipeline_goes_on_with_the_same_model() -> None:
-    model = LM()
-    expected, optimizer = plain(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for (tokens, target), way in zip(batches(), WAYS.values(), strict=True):
-        pipe = pipeline(model, **way)
-        pipe.step(tokens, target=target)
-        pipe.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(dict(model.state_dict()), expected.state)

@@ -122,6 +122,8 @@ def scaled(rank: int, group: Any, sharded: bool) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")) if sharded else None
     pipe = pipeline(group, **({"mesh": mesh, "data_parallel": "fsdp"} if sharded else {}))
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    with pytest.raises(tl.MismatchError, match=r"create it with pipe\.scaler\(…\)"):
+        pipe.step(TOKENS, target=TARGET, scaler=torch.amp.GradScaler("cpu"))
     scaler = pipe.scaler(init_scale=8.0)
     before = [parameter.detach().clone() for parameter in pipe.parameters()]
     found: list[Any] = []
@@ -144,15 +146,6 @@ def test_all_ranks_leave_out_a_step(workers: Workers, sharded: bool) -> None:
     assert workers.run(scaled, sharded, ranks=ranks) == [[(True, 4.0), (False, 4.0)]] * ranks
 
 
-def another_scaler(rank: int, group: Any) -> None:
-    pipeline(group).step(TOKENS, target=TARGET, scaler=torch.amp.GradScaler("cpu"))
-
-
-def test_a_scaler_of_one_process_is_refused(workers: Workers) -> None:
-    for error in workers.outcomes(another_scaler):
-        assert "create it with pipe.scaler(…)" in str(error)
-
-
 def copies(rank: int, group: Any, way: str, schedule: str, stages: int) -> Record:
     """Two pipelines, each with its half of the batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -171,33 +164,6 @@ def copies(rank: int, group: Any, way: str, schedule: str, stages: int) -> Recor
     pipe.load_state_dict({name: value + 0.1 for name, value in LM().state_dict().items()})
     record.losses.append(pipe.eval(TOKENS, target=TARGET).item())
     return record
-
-
-ROWS = (5, 3)
-"""Of two copies: one batch that 4 micro-batches do not divide, and one with too few for them."""
-
-
-def uneven_copies(rank: int, group: Any, way: str) -> list[float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    pipe = pipeline(group, mesh=mesh, data_parallel=way, schedule="zbv", cuts=CUTS[4])
-    rows = ROWS[pipe.replica]
-    found: list[float] = []
-    for _ in range(2):
-        loss = pipe.step(TOKENS[:rows], target=TARGET[:rows])
-        found += [loss.item(), pipe.grad_norm().item()]
-        pipe.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_copies_whose_batches_differ_in_size(workers: Workers, way: str) -> None:
-    model = LM()
-    losses = [loss_fn(model(TOKENS[:rows]), TARGET[:rows]) for rows in ROWS]
-    loss = torch.stack(losses).mean()
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # pyright: ignore
-    for found in workers.run(uneven_copies, way, ranks=4):
-        torch.testing.assert_close(found, [loss.item(), norm.item()] * 2, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zbv", 4)])
@@ -308,23 +274,40 @@ class Nested(LM):
         return self.head(x)
 
 
-def with_nested_lists(rank: int, group: Any, shared: str) -> list[float]:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    options = {"cuts": [], "microbatches": 2, "data_parallel": "fsdp"}
-    pipe = pipeline(group, Nested(shared), mesh=mesh, **options)
-    loss = pipe.step(TOKENS.chunk(2)[rank], target=TARGET.chunk(2)[rank])
-    return [loss.item(), pipe.grad_norm().item()]
+REPLICAS: dict[str, Any] = {
+    # Batches that 4 micro-batches do not divide, and with too few rows for them.
+    "uneven": (LM, (2, 2), {"schedule": "zbv", "cuts": CUTS[4]}, (5, 3)),
+    "lists in lists": (Nested, (1, 2), {"cuts": [], "microbatches": 2}, (4, 4)),
+    "shared": (lambda: Nested("module"), (1, 2), {"cuts": [], "microbatches": 2}, (4, 4)),
+}
+"""Models, their meshes and options, and the rows of both replicas."""
 
 
-@pytest.mark.parametrize("shared", ["", "module"])
-def test_lists_in_lists_and_shared_parts_in_shards(workers: Workers, shared: str) -> None:
-    model = Nested(shared)
-    loss = loss_fn(model(TOKENS), TARGET)
+def loss_and_norm(rank: int, group: Any, case: str, way: str) -> list[float]:
+    make, shape, options, rows = REPLICAS[case]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
+    pipe = pipeline(group, make(), mesh=mesh, data_parallel=way, **options)
+    found: list[float] = []
+    for _ in range(2):
+        here = slice(rows[pipe.replica])
+        loss = pipe.step(TOKENS[here], target=TARGET[here])
+        found += [loss.item(), pipe.grad_norm().item()]
+        pipe.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [("uneven", "ddp"), ("uneven", "fsdp"), ("lists in lists", "fsdp"), ("shared", "fsdp")],
+)
+def test_the_mean_over_replicas(workers: Workers, case: str, way: str) -> None:
+    make, shape, _, rows = REPLICAS[case]
+    model = make()
+    loss = torch.stack([loss_fn(model(TOKENS[:n]), TARGET[:n]) for n in rows]).mean()
     loss.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    for found in workers.run(with_nested_lists, shared):
-        torch.testing.assert_close(found, [loss.item(), norm.item()], rtol=1e-4, atol=1e-5)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    for found in workers.run(loss_and_norm, case, way, ranks=math.prod(shape)):
+        torch.testing.assert_close(found, [loss.item(), norm.item()] * 2, rtol=1e-4, atol=1e-5)
 
 
 def left_alone(rank: int, group: Any, way: str) -> str:
@@ -424,19 +407,17 @@ def test_what_is_refused(workers: Workers, options: dict[str, Any], text: str) -
         assert text in str(error)
 
 
-def given_apart(rank: int, group: Any, by_name: bool) -> str:
+def given_apart(rank: int, group: Any) -> str:
     """Each rank shuffles for itself, by a generator that its own dropout has moved on."""
     pipe = pipeline(group)
     torch.manual_seed(rank)
     data: Any = list(zip(*batches(1)[0], strict=True))
     tokens, target = next(iter(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)))
-    args, kwargs = ((), {"tokens": tokens}) if by_name else ((tokens,), {})
     with pytest.raises(tl.MismatchError) as caught:
-        pipe.step(*args, target=target, **kwargs)
+        pipe.step(tokens=tokens, target=target)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_ranks_with_different_batches(workers: Workers, by_name: bool) -> None:
-    for text in workers.run(given_apart, by_name):
+def test_ranks_with_different_batches(workers: Workers) -> None:
+    for text in workers.run(given_apart):
         assert text.startswith("the ranks were given different arguments: digest ")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from taktline import Pipeline, TensorChunkSpec
+from taktline import Pipeline
 from taktline.errors import UseError
 from taktline.runtime.stage_actions import Work
 from taktline.train.verify import Verification
@@ -25,7 +25,7 @@ def verified(model: nn.Module | None = None, *args: Any, **options: Any) -> Veri
     model = LM() if model is None else model
     plain = options.pop("plain", None)
     target = options.pop("target", TARGET)
-    keywords = {name: options.pop(name) for name in ("shift", "tolerance") if name in options}
+    keywords = {name: options.pop(name) for name in ("tolerance",) if name in options}
     options = {"schedule": "1f1b", "cuts": CUTS[2], "loss_fn": loss_fn} | options
     pipe = Pipeline(model, microbatches=PARTS, ranks=2, **options)
     return pipe.verify(plain or model, *(args or (TOKENS,)), target=target, **keywords)
@@ -40,6 +40,21 @@ def test_a_sound_pipeline_is_equal(schedule: str, stages: int) -> None:
     # Of every micro-batch, the outputs of embedding, head and the six parts of each block.
     assert found.compared > PARTS * (2 + 4 * 6)
     assert str(found) == f"equal to the plain model: {found.compared} tensors"
+
+
+def test_a_module_that_two_stages_call() -> None:
+    """Its second call was compared with the first one of the plain model."""
+
+    class Twice(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            for layer in (*self, self[0]):
+                input = torch.tanh(layer(input))
+            return input
+
+    model, x = Twice(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), torch.rand(8, WIDTH)
+    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "ranks": 2}
+    pipe = Pipeline(model, cuts=["2"], example=(x[:2],), microbatches=PARTS, **options)
+    assert pipe.verify(model, x, target=x)
 
 
 def test_nothing_is_changed() -> None:
@@ -119,29 +134,6 @@ def remembers() -> Verification:
     return verified(model)
 
 
-def hooked() -> Verification:
-    def prepare(module: nn.Module, stage: int) -> nn.Module:
-        if stage == 1:
-            weight = dict(module.named_parameters())["blocks.3.wide.weight"]
-            weight.register_hook(lambda gradient: 2 * gradient)
-        return module
-
-    return verified(prepare=prepare, plain=LM())
-
-
-def cut_wrong() -> Verification:
-    shift = torch.linspace(0.5, 2, 8).reshape(8, 1)
-    rolled = TensorChunkSpec(0)
-    options: dict[str, Any] = {"args_chunk_spec": (rolled,), "kwargs_chunk_spec": {"shift": rolled}}
-
-    class Sorted(LM):
-        def forward(self, tokens: Tensor, shift: Tensor | None = None) -> Tensor:
-            assert shift is not None
-            return super().forward(tokens, shift / shift.max())
-
-    return verified(Sorted(), shift=shift, **options)
-
-
 def ignored() -> Verification:
     target = TARGET.clone()
     target[:3, 1:] = -100  # so the mean is over other numbers of tokens in each micro-batch
@@ -155,19 +147,10 @@ MODELS: dict[str, tuple[Callable[[], Verification], str]] = {
     ),
     "a weight no longer tied": (untied, "gradient: the gradient of the parameter"),
     "remembers": (remembers, "stage 0, micro-batch 1, forward: the output of blocks.1"),
-    "a hook on a weight": (
-        hooked,
-        "stage 1, gradient: the gradient of the parameter blocks.3.wide",
-    ),
-    "normed by the batch": (cut_wrong, "stage 0, micro-batch 0, forward: the output of blocks.0"),
     "a mean over fewer tokens": (ignored, "stage 1, loss: the loss differs"),
     "rows that look at each other": (
         lambda: verified(other(lambda _, y: y - y.mean(0))),
         "stage 1, micro-batch 0, forward: the output of blocks.2 differs",
-    ),
-    "random numbers": (
-        lambda: verified(other(lambda _, y: nn.functional.dropout(y, 0.5))),
-        "the output of blocks.2 differs by",
     ),
     "detached": (
         lambda: verified(only_micro_batches(lambda y: y.detach())),
