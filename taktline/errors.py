@@ -7,12 +7,12 @@
     ├── TransportError      DeadlockError, LostRankError, StallError
     ├── BatchError          BatchTypeError, InvalidBatchError
     ├── SignatureError      PipeliningMetadataError
-    ├── SplitError          StageBackwardError
     ├── of a call           ArgumentError, UseError, StageUseError, CallOrderError, InstallError,
     │                       TorchVersionError
     ├── of numbers          ScheduleError, CostError, PartitionError
     ├── of texts and files  ActionSyntaxError, PlanFileError, JsonError, CheckpointError
-    └── of a step           StageError, MismatchError, DataError, LossError, SkipError, StateError
+    └── of a step           StageError, MismatchError, DataError, LossError, SkipError, SplitError,
+                            StateError
 
 All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
 """
@@ -105,11 +105,7 @@ class _TextError(TaktlineError):
 
 
 class PlanFileError(_TextError):
-    """The plan file at ``path`` cannot be read."""
-
-    def __init__(self, path: str | Path, reason: str, **place: int | None) -> None:
-        self.path = Path(path)
-        super().__init__(path, reason, **place)
+    """A plan file cannot be read."""
 
 
 class JsonError(_TextError):
@@ -135,16 +131,13 @@ class NoSuchRankError(PlanError, IndexError):
 class InvalidPlanError(PlanError):
     """A plan breaks rules; ``violations`` has all violations, the text the first few."""
 
-    SHOWN = 10
-
     def __init__(self, plan_name: str, violations: Sequence[object]) -> None:
         self.violations = tuple(violations)
-        count = len(self.violations)
-        lines = [f"plan {plan_name!r} is not valid: {count} violation{'s' * (count != 1)}"]
-        lines += [f"  {violation}" for violation in self.violations[: self.SHOWN]]
-        if count > self.SHOWN:
-            lines.append(f"  and {count - self.SHOWN} more (see .violations)")
-        super().__init__("\n".join(lines))
+        count, shown = len(self.violations), [f"  {each}" for each in self.violations[:10]]
+        if count > len(shown):
+            shown.append(f"  and {count - len(shown)} more (see .violations)")
+        text = f"plan {plan_name!r} is not valid: {count} violation{'s' * (count != 1)}"
+        super().__init__("\n".join([text, *shown]))
 
 
 class PartitionError(TaktlineError):
@@ -191,11 +184,7 @@ class UseError(TaktlineError):
 
 
 class StateError(TaktlineError):
-    """The parameters of a stage cannot get their values; ``names`` lists them."""
-
-    def __init__(self, text: str, *, names: Sequence[str] = ()) -> None:
-        self.names = tuple(names)
-        super().__init__(text)
+    """The parameters of a stage cannot get their values."""
 
 
 class CheckpointError(TaktlineError):
@@ -273,10 +262,6 @@ class BatchTypeError(BatchError, TypeError):
 
 class PipeliningMetadataError(SignatureError, RuntimeError):
     """Tensors at the boundary of a stage differ from the announced ones; named as in torch."""
-
-
-class StageBackwardError(SplitError, RuntimeError):
-    """The backward of a stage failed; the text shows its arguments."""
 
 
 class StageUseError(TaktlineError, RuntimeError):

@@ -36,11 +36,6 @@ def make_layers(name: str, layers: int, seed: int = 0, dropout: float = 0.0) -> 
 
     Only the gpt knows dropout.
     """
-    _check(name)
-    if layers < 1:
-        raise ValueError(f"layers must be from 1 up, not {layers}")
-    if dropout and name != "gpt":
-        raise ValueError(f"the {name} has no dropout")
     with _seeded(seed):
         if name == "mlp":
             return [MLPBlock() for _ in range(layers)]
@@ -53,8 +48,6 @@ def make_layers(name: str, layers: int, seed: int = 0, dropout: float = 0.0) -> 
 
 def cut(layers: Sequence[nn.Module], stages: int) -> list[nn.Sequential]:
     """The layers in stages of as equal a length as possible; the longer ones come first."""
-    if not 1 <= stages <= len(layers):
-        raise ValueError(f"stages must be from 1 to {len(layers)}, not {stages}")
     length, longer = divmod(len(layers), stages)
     starts = [stage * length + min(stage, longer) for stage in range(stages + 1)]
     return [nn.Sequential(*layers[starts[n] : starts[n + 1]]) for n in range(stages)]
@@ -64,7 +57,6 @@ def make_batch(
     name: str, batch: int, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """An input and its target. Tokens are whole numbers: the dtype only matters for the mlp."""
-    _check(name)
     generator = torch.Generator().manual_seed(seed)
     if name == "mlp":
         both = torch.randn(2, batch, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
@@ -76,7 +68,6 @@ def make_batch(
 
 def loss_fn(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     """The model's loss: the mean over all values, or over all tokens."""
-    _check(name)
     return squared_error if name == "mlp" else cross_entropy
 
 
@@ -235,11 +226,6 @@ def _angles(width: int) -> Tensor:
     """By how much each position turns each pair of numbers of a head."""
     speeds = 10000.0 ** (-torch.arange(0, width, 2) / width)
     return torch.outer(torch.arange(LENGTH), speeds)
-
-
-def _check(name: str) -> None:
-    if name not in NAMES:
-        raise ValueError(f"no model {name!r}: there are {', '.join(NAMES)}")
 
 
 @contextmanager

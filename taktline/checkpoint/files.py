@@ -449,7 +449,9 @@ def merged(parts: Iterable[dict[str, Any]], step: int) -> dict[str, Any]:
         for index, optimizer in enumerate(part["optimizers"]):
             if index == len(whole["optimizers"]):
                 whole["optimizers"].append({**optimizer, "groups": [], "state": {}})
-            _add_optimizer(whole["optimizers"][index], optimizer)
+            known = whole["optimizers"][index]
+            known["groups"] += [each for each in optimizer["groups"] if each not in known["groups"]]
+            known["state"] = optimizer["state"] | known["state"]
     for name, entry in whole["tensors"].items():
         held = sum(prod(piece["size"]) for piece in entry["pieces"])
         if held != prod(entry["shape"]):
@@ -458,15 +460,3 @@ def merged(parts: Iterable[dict[str, Any]], step: int) -> dict[str, Any]:
                 "that save; save on all ranks with a shard of it"
             )
     return whole
-
-
-def _add_optimizer(known: dict[str, Any], more: dict[str, Any]) -> None:
-    """Groups with the same options are one, whatever their numbers on the ranks."""
-    groups = {json.dumps(group["options"], sort_keys=True): group for group in known["groups"]}
-    for group in more["groups"]:
-        key = json.dumps(group["options"], sort_keys=True)
-        if key not in groups:
-            groups[key] = {"names": [], "options": group["options"]}
-            known["groups"].append(groups[key])
-        groups[key]["names"] = list(dict.fromkeys((*groups[key]["names"], *group["names"])))
-    known["state"] = more["state"] | known["state"]

@@ -105,7 +105,7 @@ class _Loading:
         self._same = checkpoint.values.get("layout") == self._model.processes.sizes
         stored = self._stored_names()
         self._targets = self._of_model(stored)
-        names = {id(each.tensor): stored[each.name] for each in self._model.saved()}
+        names = {id(value): stored[name] for name, value in self._model.saved()}
         self._optimizers = [
             _OptimizerState(optimizer, index, checkpoint, names)
             for index, optimizer in enumerate(self._training.optimizers)
@@ -160,7 +160,7 @@ class _Loading:
                     raise CheckpointError(
                         f"{other} and {name} are one weight in the model, and two in {path}"
                     )
-        held = {each.name: alike.get(each.name, each.name) for each in model.saved()}
+        held = {name: alike.get(name, name) for name, _ in model.saved()}
         if missing := [name for name, first in held.items() if first not in saved]:
             raise CheckpointError(f"{path} is of another model: it lacks {first_of(missing)}")
         names = {alike.get(name, name) for name in (*model.names, *aliases, *held)}
@@ -173,7 +173,7 @@ class _Loading:
     def _of_model(self, stored: Mapping[str, str]) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the model that are filled, by their names in the checkpoint."""
         tensors = self._checkpoint.tensors
-        targets = [(f"model/{stored[held.name]}", held.tensor) for held in self._model.saved()]
+        targets = [(f"model/{stored[name]}", value) for name, value in self._model.saved()]
         # A tensor that no stage has may be missing in a checkpoint of another layout.
         rest = ((f"model/{name}", value) for name, value in self._model.rest.items())
         targets += [(name, value) for name, value in rest if name in tensors]
@@ -254,8 +254,9 @@ class _OptimizerState:
             )
         saved = checkpoint.optimizers[index]
         parameters = named(optimizer, names)
+        known = {name: group["options"] for group in saved["groups"] for name in group["names"]}
         self._options = [
-            self._options_of([names[id(each)] for each in group["params"]], saved["groups"])
+            self._options_of([names[id(each)] for each in group["params"]], known)
             for group in optimizer.param_groups
         ]
         self._state: dict[int, dict[str, Any]] = {}
@@ -275,17 +276,16 @@ class _OptimizerState:
             if found:
                 self._state[number] = found
 
-    def _options_of(self, names: list[str], groups: Any) -> dict[str, Any]:
+    def _options_of(self, names: list[str], known: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a group with these parameters: those that all of them had."""
-        group_of = {name: number for number, group in enumerate(groups) for name in group["names"]}
-        found = {group_of.get(name): name for name in names}
-        if None in found or len(found) > 1:
+        options = known.get(names[0]) if names else {}
+        others = [name for name in names if known.get(name) != options]
+        if options is None or others:
             raise CheckpointError(
-                f"{' and '.join(list(found.values())[:2])} are in one group of this optimizer, "
+                f"{' and '.join(names[:1] + others[:1])} are in one group of this optimizer, "
                 f"and were in none or in two in {self._path}; use the groups that were saved"
             )
-        options = [groups[number]["options"] for number in found if number is not None]
-        return unpack(options[0], _NO_TENSORS.__getitem__) if options else {}
+        return unpack(options, _NO_TENSORS.__getitem__)
 
     def _room(self, parameter: nn.Parameter, key: str, name: str, entry: Entry) -> torch.Tensor:
         """The tensor to load into: the optimizer's own, if type and shape fit, or a new one."""

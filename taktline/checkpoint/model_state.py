@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -20,16 +20,6 @@ from taktline.stage.names import declared, named_buffers, named_parameters
 from taktline.transport import Transport, transport_of
 from taktline.transport.base import Alone
 from taktline.transport.exchange import restored, retold, share_values, written
-
-
-class Held(NamedTuple):
-    """A parameter or a persistent buffer of this process, with its name in the model.
-
-    Of several tensors with one name, the first is saved. All are loaded.
-    """
-
-    name: str
-    tensor: torch.Tensor
 
 
 class Processes:
@@ -86,27 +76,6 @@ class Processes:
         return [each for _, each in rows]
 
 
-Use = tuple[int, str, int]
-"""A tensor in a stage: the stage, its name there, and the first stage that has it, too."""
-
-
-def uses_in(modules: Mapping[int, nn.Module], *, alone: bool = False) -> list[Use]:
-    """All parameters and persistent buffers of stages; ``alone`` if no others are elsewhere.
-
-    Of stages in several processes, a parameter is the same one if it is tied, and a buffer always.
-    """
-    ties = {tie for module in modules.values() for tie in declared(module)}
-    tied = {use: tie.uses[0][0] for tie in ties for use in tie.uses}
-    first: dict[int, int] = {}
-    return [
-        (stage, name, tied.get((stage, name), first.setdefault(id(value), stage)))
-        if alone or isinstance(value, nn.Parameter)
-        else (stage, name, -1)
-        for stage, module in modules.items()
-        for name, value in state_of(module).items()
-    ]
-
-
 @dataclass(slots=True)
 class ModelState:
     """The stages of this process, and the model's own names for the tensors of all stages."""
@@ -147,15 +116,28 @@ class ModelState:
         return found
 
     @classmethod
-    def of_stages(cls, modules: dict[int, nn.Module], uses: Iterable[Use] | None = None) -> Self:
-        """The state of stages that were cut by hand; ``uses`` are those of all processes.
+    def of_stages(
+        cls, modules: dict[int, nn.Module], processes: Processes | None = None, call: str = ""
+    ) -> Self:
+        """The state of stages that were cut by hand; ``processes`` have others, and call this, too.
 
         Names begin with the number of the stage if two stages have different tensors under one
-        name.
+        name. Between processes, a parameter is the same one if it is tied, and a buffer always.
         """
-        uses = uses_in(modules, alone=True) if uses is None else uses
-        uses = sorted(uses, key=lambda use: use[0])
-        different = {(name, first) for _, name, first in uses}
+        ties = {tie for module in modules.values() for tie in declared(module)}
+        homes = {use: tie.uses[0][0] for tie in ties for use in tie.uses}
+        first: dict[int, int] = {}
+        uses: list[Any] = []  # each stage, a name in it, and the first stage that has the same
+        for stage, module in modules.items():
+            for name, value in state_of(module).items():
+                home = homes.get((stage, name), first.setdefault(id(value), stage))
+                everywhere = processes is not None and not isinstance(value, nn.Parameter)
+                uses.append((stage, name, -1 if everywhere else home))
+        if processes is not None:
+            listed = processes.everywhere(lambda: uses, call, call)
+            uses = [use for process in listed for use in process]
+        uses.sort(key=lambda use: use[0])
+        different = {(name, home) for _, name, home in uses}
         found = cls(modules, prefixes=len(different) > len({name for name, _ in different}))
         found.names = list(dict.fromkeys(found.name(stage, name) for stage, name, _ in uses))
         return found
@@ -169,9 +151,7 @@ class ModelState:
         wider = runner._random is None and world.size > runner.transport.size
         processes = Processes([world if wider else runner.transport])
         modules = {stage.stage_index: stage.submod for stage in schedule._stages}
-        what = "the names of a checkpoint"
-        listed = processes.everywhere(lambda: uses_in(modules), what, what)
-        found = cls.of_stages(modules, [tuple(use) for process in listed for use in process])
+        found = cls.of_stages(modules, processes, "the names of a checkpoint")
         found.processes, found.schedule = processes, schedule
         return found
 
@@ -199,18 +179,21 @@ class ModelState:
         """The model's name for a tensor or a module of a stage."""
         return f"{stage}.{name}" if self.prefixes else name
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[tuple[str, torch.Tensor]]:
         """The parameters and persistent buffers of all stages here, by their names in the model."""
         return [
-            Held(self.name(stage, name), value)
+            (self.name(stage, name), value)
             for stage, module in self.modules.items()
             for name, value in state_of(module).items()
         ]
 
-    def saved(self) -> list[Held]:
-        """The same, with one name for all uses of a tied weight."""
+    def saved(self) -> list[tuple[str, torch.Tensor]]:
+        """The same, with one name for all uses of a tied weight.
+
+        Of several tensors with one name, the first is saved. All are loaded.
+        """
         first = self.first_names()
-        return [each._replace(name=first.get(each.name, each.name)) for each in self.held()]
+        return [(first.get(name, name), value) for name, value in self.held()]
 
     def first_names(self) -> dict[str, str]:
         """For each further name of a weight, the one that the model lists first."""
@@ -229,7 +212,7 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**named_parameters(module), **named_buffers(module, persistent=True)}
 
 
-def first_of_each(held: Iterable[Held]) -> dict[str, torch.Tensor]:
+def first_of_each(held: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The first tensor of each name."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in held:

@@ -50,7 +50,7 @@ from taktline.checkpoint.files import (
     write,
     write_text,
 )
-from taktline.checkpoint.model_state import Held, ModelState, Processes, first_of_each, writers
+from taktline.checkpoint.model_state import ModelState, Processes, first_of_each, writers
 from taktline.checks import check, refuse
 from taktline.errors import CheckpointError, text_of
 from taktline.meta import is_sharded, name_of
@@ -96,8 +96,7 @@ class RandomNumbers:
 
     def __init__(self, model: ModelState) -> None:
         runner = None if model.schedule is None else model.schedule._runner
-        held = model.held()
-        first = held[0].tensor.device if held else torch.device("cpu")
+        first = next((value.device for _, value in model.held()), torch.device("cpu"))
         self._device = first if runner is None else runner.device
         self._ranks = None if runner is None else runner._random
 
@@ -269,7 +268,7 @@ class Saving:
                 "does not hold them, so a resumed run would lack their update; save after "
                 "optimizer.step(), or call zero_grad() before"
             )
-        names = {id(each.tensor): each.name for each in model.saved()}
+        names = {id(value): name for name, value in model.saved()}
         states, own = dict[str, Any](), dict[str, Any]()
         values = _values(model, training).items()
         self._part = {
@@ -283,7 +282,7 @@ class Saving:
             "values": {name: packed(value, name, own) for name, value in values},
         }
         rest = {} if self.processes.place else model.rest
-        held = first_of_each([*model.saved(), *(Held(*each) for each in rest.items())])
+        held = first_of_each([*model.saved(), *rest.items()])
         tensors = {f"model/{name}": value for name, value in held.items()} | states
         tensors |= {f"values/{name}": value for name, value in own.items()}
         shards = [self._add(*each) for each in tensors.items()]

@@ -109,8 +109,7 @@ def _require_all(text: str, names: _Names, known: Any) -> None:
         raise StateError(
             f"{text} {', '.join(unknown[:9])}{more}; build the model in taktline.split.deferred(), "
             "where buffers have values, and pass a state dict with all parameters, by the model's "
-            "names, or give their modules a method reset_parameters()",
-            names=unknown,
+            "names, or give their modules a method reset_parameters()"
         )
 
 
@@ -128,7 +127,7 @@ def _from_state(
         value, shape = state[name], tensor.shape
         if value.shape != shape:
             text = f"{name} has the shape {list(value.shape)} in the state dict, {list(shape)}"
-            raise StateError(f"{text} here; build the model as it was saved", names=[name])
+            raise StateError(f"{text} here; build the model as it was saved")
         values[tensor] = torch.empty_like(tensor, device=device).copy_(value)
     return values
 

@@ -5,7 +5,6 @@ Then each process keeps its own stages, gives them their values, prepares, compi
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from taktline import split
-from taktline.checkpoint.model_state import ModelState, uses_in
+from taktline.checkpoint.model_state import ModelState, Processes
 from taktline.checkpoint.pretrained import conversions_of
 from taktline.checks import check, check_callable, check_list, check_one_of, conform
 from taktline.device import require_usable_device
@@ -57,7 +56,6 @@ from taktline.text import counted
 from taktline.train.batches import BatchDims
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
 from taktline.train.stage_table import StageTable
-from taktline.transport.exchange import share_values
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
 """A model, a list of its stages, or the stages of this process by their numbers."""
@@ -421,9 +419,7 @@ def _shared_times(ranks: Ranks) -> Measure:
 def _state_of(given: SimpleNamespace, modules: dict[int, nn.Module], ranks: Ranks) -> ModelState:
     """The state of a model in these stages; if other processes have the others, all take part."""
     if given.is_own:
-        shape, mine = [(int, str, int)], uses_in(modules)
-        listed = share_values(ranks.transport, mine, shape, BUILDING, what="the stages")
-        return ModelState.of_stages(modules, itertools.chain(*listed))
+        return ModelState.of_stages(modules, Processes([ranks.transport]), BUILDING)
     if not given.is_whole:
         return ModelState.of_stages(modules)
     state = ModelState.of_model(given.model, modules)

@@ -394,7 +394,7 @@ class Pipeline:
 
     def named_buffers(self, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """The persistent buffers of this process, with their names in the model."""
-        held = {each.name: each.tensor for each in self._built.model.saved()}
+        held = dict(self._built.model.saved())
         yield from ((name, x) for name, x in held.items() if not isinstance(x, nn.Parameter))
 
     def train(self, mode: bool = True) -> Self:
@@ -586,7 +586,7 @@ class Pipeline:
     def _fqn_modifiers(self) -> dict[str, str]:
         """The attribute in which torch looks up the rest of a name, by the name's first part."""
         model = self._built.model
-        names = (*model.names, *(each.name for each in model.saved()))
+        names = (*model.names, *(name for name, _ in model.saved()))
         return {name.partition(".")[0]: "_names" for name in names}
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from taktline.checkpoint.model_state import ModelState, joined, uses_in
+from taktline.checkpoint.model_state import ModelState, Processes, joined
 from taktline.stage.names import Tie, declare
 
 NAMES = st.sampled_from("abcdef")
@@ -28,26 +28,24 @@ def test_names_that_tables_join_are_one_and_no_others(tables: list[dict[str, str
         assert found <= group
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_names_of_stages(alone: bool) -> None:
+@pytest.mark.parametrize("processes", [None, Processes()])
+def test_names_of_stages(processes: Processes | None) -> None:
     same: dict[int, nn.Module] = {0: nn.Linear(2, 2), 1: nn.Linear(2, 2)}
-    names = ModelState.of_stages(same, uses_in(same, alone=alone)).names
+    names = ModelState.of_stages(same, processes).names
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
     other: dict[int, nn.Module] = {
         0: nn.Sequential(nn.Linear(2, 2)),
         1: nn.Linear(2, 2, bias=False),
     }
-    names = ModelState.of_stages(other, uses_in(other, alone=alone)).names
-    assert names == ["0.weight", "0.bias", "weight"]
+    assert ModelState.of_stages(other, processes).names == ["0.weight", "0.bias", "weight"]
 
 
 def test_stages_with_one_name_for_a_tied_parameter() -> None:
     stages: dict[int, nn.Module] = {n: nn.Linear(2, 2, bias=False) for n in range(3)}
     for stage in stages.values():
         declare(stage, [Tie({0: "weight", 1: "weight"})])
-    two = {0: stages[0], 1: stages[1]}
-    assert ModelState.of_stages(two, uses_in(two)).names == ["weight"]
-    third = ModelState.of_stages(stages, uses_in(stages))
+    assert ModelState.of_stages({0: stages[0], 1: stages[1]}, Processes()).names == ["weight"]
+    third = ModelState.of_stages(stages, Processes())
     assert third.names == ["0.weight", "1.weight", "2.weight"], "the third one is another weight"
     assert third.first_names() == {"1.weight": "0.weight"}
 
@@ -59,5 +57,5 @@ def test_a_buffer_that_every_process_has_a_copy_of() -> None:
         return module
 
     stages = {0: stage(), 1: stage()}
-    assert ModelState.of_stages(stages, uses_in(stages)).names == ["mask"]
+    assert ModelState.of_stages(stages, Processes()).names == ["mask"]
     assert ModelState.of_stages(stages).names == ["0.mask", "1.mask"], "all of them are here"

@@ -55,8 +55,13 @@ def steps(pipe: Any, optimizer: torch.optim.Optimizer, count: int, dtype: Any) -
     return losses
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "RMSprop", "Adafactor"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.float32) for kind in ("AdamW", "SGD", "Adagrad", "RMSprop", "Adafactor")),
+        *((kind, torch.bfloat16) for kind in ("AdamW", "Adafactor")),
+    ],
+)
 def test_odd_models(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     def made(cuts: list[str]) -> tuple[tl.Pipeline, torch.optim.Optimizer]:
         pipe = odd(cuts, dtype)

@@ -244,9 +244,8 @@ def test_names_and_shapes_that_do_not_fit() -> None:
         StateError,
         match=r"the state dict lacks layers.1.bias, norm.weight; .* with all parameters, by the "
         "model's names",
-    ) as caught:
+    ):
         materialise(model, "cpu", state_dict=state)
-    assert caught.value.names == ("layers.1.bias", "norm.weight")
     assert all(parameter.is_meta for parameter in model.parameters())
     state = {**usual.state_dict(), "layers.1.bias": torch.zeros(3)}
     with pytest.raises(StateError, match=r"layers.1.bias has the shape \[3\] .* \[8\] here; build"):
