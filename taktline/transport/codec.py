@@ -7,7 +7,7 @@ JSON has no tuples, infinities or tensors. Each of them is written as an object 
 Nothing that arrives is trusted: no name in it is imported, looked up in a module or called. A name
 of a container is compared with the names of the types that this process knows by itself:
 
-- the kinds of Python (tuple, list, dict …) and the result types of torch's operators;
+- the containers of Python (tuple, list, dict …) and the result types of torch's operators;
 - containers that code outside of torch has registered with pytree, as transformers does;
 - named tuples that :func:`register_container` was called with, that are in an example of a stage's
   arguments or outputs, or that this process has sent.
@@ -36,27 +36,26 @@ _Class = TypeVar("_Class", bound="type[Any]")
 
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, int, float, str)}
 """The types that a value may be, such as what a defaultdict fills itself with."""
-_READ: dict[str, Callable[[Any], Any]] = {
-    "int": int,
-    "float": float,
-    "str": lambda codes: "".join(map(chr, codes)),
-    "bytes": bytes.fromhex,
-    "dtype": DTYPES.__getitem__,
-    "type": _TYPES.__getitem__,
+_ATOMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "int": (int, str, int),
+    "float": (float, str, float),
+    "str": (str, lambda text: list(map(ord, text)), lambda codes: "".join(map(chr, codes))),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "dtype": (torch.dtype, name_of, DTYPES.__getitem__),
+    "type": (type, lambda cls: cls.__name__, _TYPES.__getitem__),
 }
+"""Values without others in them: how they are written where JSON cannot hold them, and read."""
 _LISTS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "deque": deque}
 _DICTS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
     "Counter": lambda pairs: Counter(dict(pairs)),
     "OrderedDict": OrderedDict,
 }
-_CONTAINERS: dict[str, Any] = {
-    kind.__name__: kind for kind in (tuple, list, dict, OrderedDict, defaultdict, deque)
-}
+_CONTAINERS: tuple[Any, ...] = (tuple, list, dict, OrderedDict, defaultdict, deque)
+"""The containers of Python that pytree knows."""
 _OF_TORCH = ("torch.return_types", "torch.fx.immutable_collections")
 """The modules of torch whose containers hold nothing but their items."""
 _NOT_BY_NAME = ("torch", "builtins", "collections")
-"""The containers of Python have kinds of their own."""
 _DEEPEST = 24
 """The deepest nesting of containers."""
 _LARGEST = 2**62
@@ -94,20 +93,11 @@ def pack(value: Any, what: str, tensors: dict[str, torch.Tensor] | None = None) 
             return _pack_tensor(value, what, tensors)
         value = _as_python(value)
     kind = type(value)
-    if value is None or kind is bool:
+    if _is_json(value):
         return value
-    if kind is int:
-        return value if abs(value) < _LARGEST else _tagged("int", str(value))
-    if kind is float:
-        return value if math.isfinite(value) else _tagged("float", str(value))
-    if kind is str:
-        return _tagged("str", list(map(ord, value))) if _SURROGATE.search(value) else value
-    if kind is bytes:
-        return _tagged("bytes", value.hex())
-    if kind is torch.dtype:
-        return _tagged("dtype", name_of(value))
-    if kind is type and _TYPES.get(value.__name__) is value:
-        return _tagged("type", value.__name__)
+    for name, (cls, write, _) in _ATOMS.items():
+        if kind is cls and (kind is not type or value in _TYPES.values()):
+            return _tagged(name, write(value))
     # The order of a set differs from one process to the next.
     if kind in (list, tuple, deque) or (kind is set and tensors is not None):
         items = [pack(item, f"{what}[{n}]", tensors) for n, item in enumerate(value)]
@@ -119,6 +109,15 @@ def pack(value: Any, what: str, tensors: dict[str, torch.Tensor] | None = None) 
         rows = [[pack(key, what, tensors), item] for key, item in pairs.items()]
         return _tagged(kind.__name__, rows)
     raise NotPlainError(what, value)
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON can hold a value, and nothing else is written like it."""
+    if isinstance(value, str):
+        return type(value) is str and not _SURROGATE.search(value)
+    if type(value) in (int, float):
+        return abs(value) < (_LARGEST if type(value) is int else math.inf)
+    return value is None or value is True or value is False
 
 
 def _tagged(kind: str, of: Any) -> dict[str, Any]:
@@ -167,8 +166,8 @@ def unpack(packed: Any, fetch: Callable[[str], torch.Tensor] | None = None) -> A
         return unpack(of, fetch).numpy()
     if fetch is not None and kind == "number":
         return torch.tensor(unpack(of[1]), dtype=DTYPES[of[0]])
-    if kind in _READ:
-        return _READ[kind](of)
+    if kind in _ATOMS:
+        return _ATOMS[kind][2](of)
     if kind in _LISTS:
         return _LISTS[kind]([unpack(each, fetch) for each in of])
     pairs = [(unpack(key, fetch), unpack(item, fetch)) for key, item in of]
@@ -214,7 +213,7 @@ def encode_tree(spec: pytree.TreeSpec) -> Any:
 
     >>> spec = pytree.tree_flatten({"a": 1, "b": (2, 3)})[1]
     >>> encode_tree(spec)
-    ['dict', ['a', 'b'], [None, ['tuple', None, [None, None]]]]
+    ['builtins:dict', ['a', 'b'], [None, ['builtins:tuple', None, [None, None]]]]
     >>> decode_tree(encode_tree(spec)) == spec
     True
     """
@@ -227,36 +226,49 @@ def _encode_node(spec: pytree.TreeSpec, kinds: dict[str, Any], depth: int) -> An
         return None
     if not depth:
         raise SignatureError(f"containers are nested more than {_DEEPEST} deep; use flatter ones")
-    cls, context = spec.type, spec.context
-    if cls is namedtuple:
-        cls, context = context, None
-    names = [name for name in (cls.__name__, _name(cls)) if kinds.get(name) is cls]
-    if not names:
+    is_named = spec.type is namedtuple
+    cls, context = (spec.context, None) if is_named else (spec.type, spec.context)
+    if kinds.get(_name(cls)) is not cls:
         raise SignatureError(
             f"{cls.__qualname__} of {cls.__module__} cannot be sent to another rank; pass its "
             "contents in a tuple or a dict"
         )
-    children = [_encode_node(child, kinds, depth - 1) for child in spec.children()]
-    return [names[0], _packed(context, cls), children]
+    try:
+        packed = pack(context, "")
+    except (NotPlainError, ValueError) as error:
+        found = error.args[1] if isinstance(error, NotPlainError) else context
+        raise SignatureError(
+            f"{cls.__name__} with {found!r} cannot be sent to another rank; use keys and fields "
+            "that are numbers and strings"
+        ) from None
+    return [_name(cls), packed, [_encode_node(each, kinds, depth - 1) for each in spec.children()]]
 
 
-def decode_tree(data: Any, depth: int = _DEEPEST) -> pytree.TreeSpec:
+def decode_tree(data: Any) -> pytree.TreeSpec:
     """The tree that such lists describe; a :class:`SignatureError` if they describe none."""
+    try:
+        return _decode_node(data, _kinds(), _DEEPEST)
+    except SignatureError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise SignatureError("a received container has a wrong description") from None
+
+
+def _decode_node(data: Any, kinds: dict[str, Any], depth: int) -> pytree.TreeSpec:
     if data is None:
         return pytree.tree_structure(0)
-    if not depth or not isinstance(data, list) or len(data) != 3 or not isinstance(data[2], list):
-        raise SignatureError("a received container has a wrong description")
     kind, context, described = data
-    cls = _kinds().get(kind) if isinstance(kind, str) else None
-    if cls is None:
+    if not depth or type(described) is not list:
+        raise ValueError
+    if kind not in kinds:
         raise SignatureError(
             f"this rank does not know the received container {_words(kind)!r}; on every rank, call "
             "taktline.register_container with its class, or import the module that registers it"
         )
-    children = [decode_tree(child, depth - 1) for child in described]
-    context = _unpacked(context)
-    if kind in _CONTAINERS and not _fits(cls, context, len(children)):
-        raise SignatureError(f"a received {kind} has a wrong description")
+    cls, context = kinds[kind], unpack(context)
+    children = [_decode_node(child, kinds, depth - 1) for child in described]
+    if cls in _CONTAINERS and not _fits(cls, context, len(children)):
+        raise ValueError
     if not _is_named(cls):
         return pytree.TreeSpec(cls, context, children)
     if len(cls._fields) != len(children):
@@ -268,38 +280,16 @@ def decode_tree(data: Any, depth: int = _DEEPEST) -> pytree.TreeSpec:
 
 def _fits(cls: Any, context: Any, count: int) -> bool:
     """Whether a container of Python can be put together with this context, and has it then."""
-    if cls is defaultdict and context[:1] not in ([None], *([each] for each in _TYPES.values())):
+    if cls is defaultdict and context[0] is not None and context[0] not in _TYPES.values():
         return False
     spec = pytree.TreeSpec(cls, context, [pytree.tree_structure(0)] * count)
-    try:
-        return pytree.tree_structure(pytree.tree_unflatten([0] * count, spec)) == spec
-    except (TypeError, ValueError, OverflowError):
-        return False
-
-
-def _packed(value: Any, owner: Any) -> Any:
-    """A value without tensors, such as a container's keys, as JSON."""
-    try:
-        return pack(value, "")
-    except (NotPlainError, ValueError) as error:
-        value = error.args[1] if isinstance(error, NotPlainError) else value
-        raise SignatureError(
-            f"{owner.__name__} with {value!r} cannot be sent to another rank; use keys and fields "
-            "that are numbers and strings"
-        ) from None
-
-
-def _unpacked(data: Any) -> Any:
-    try:
-        return unpack(data)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise SignatureError("a received plain value has a wrong description") from None
+    return pytree.tree_structure(pytree.tree_unflatten([0] * count, spec)) == spec
 
 
 def _kinds() -> dict[str, Any]:
     """The containers that this process knows, by their names in a message."""
     nodes = {_name(cls): cls for cls in pytree.SUPPORTED_NODES if _is_harmless(cls)}
-    return {**nodes, **_registered, **_CONTAINERS}
+    return {**nodes, **_registered, **{_name(cls): cls for cls in _CONTAINERS}}
 
 
 def _is_harmless(cls: Any) -> bool:
@@ -338,6 +328,10 @@ def decode(text: bytes) -> Signature:
         found = tuple(map(_decode_leaf, leaves))
     except JsonError as error:
         raise SignatureError(str(error)) from None
+    except SignatureError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise SignatureError("a received plain value has a wrong description") from None
     signature = Signature(found, None if tree is None else decode_tree(tree))
     if signature.spec is not None and signature.spec.num_leaves != len(leaves):
         raise SignatureError(
@@ -355,7 +349,7 @@ def _encode_leaf(leaf: object) -> object:
             "sharding": None if leaf.sharding is None else astuple(leaf.sharding),
         }
     if leaf is None or type(leaf) in (bool, int, float, str):
-        return _packed(leaf, type(leaf))
+        return pack(leaf, "")
     raise SignatureError(
         f"{type(leaf).__name__} cannot be sent to another rank; tensors, None, numbers and strings "
         "can, and containers of them (for a dataclass or a named tuple of your own: "
@@ -365,7 +359,7 @@ def _encode_leaf(leaf: object) -> object:
 
 def _decode_leaf(leaf: Any) -> Leaf:
     if not isinstance(leaf, dict) or "$" in leaf:
-        value = _unpacked(leaf)
+        value = unpack(leaf)
         if value is not None and type(value) not in (bool, int, float, str):
             raise SignatureError("a received value is neither a tensor nor plain")
         return value
@@ -379,8 +373,8 @@ def _decode_leaf(leaf: Any) -> Leaf:
     return TensorMeta(shape, dtype, leaf["grad"], sharding)
 
 
-def _decode_sharding(data: list[Any]) -> Sharding:
-    sharding = Sharding(*map(_tuples, data))
+def _decode_sharding(data: list[list[Any]]) -> Sharding:
+    sharding = Sharding(*map(tuple, data))
     dims = len(sharding.sizes)
     if (
         len(sharding.placements) != dims
@@ -397,8 +391,3 @@ def _decode_sharding(data: list[Any]) -> Sharding:
 def _is_size(shape: tuple[int, ...], itemsize: int) -> bool:
     """Whether a tensor may have such a shape."""
     return len(shape) <= 64 and min(shape, default=0) >= 0 and prod(shape) * itemsize < _LARGEST
-
-
-def _tuples(value: Any) -> Any:
-    """JSON knows lists only."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
