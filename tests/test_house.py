@@ -36,7 +36,7 @@ def test_a_circle_is_found() -> None:
 BUDGETS = {
     "plan": 3_460,
     "stage": 1_783,
-    "transport": 3_587,
+    "transport": 3_560,
     "runtime": 5_788,
     "train": 3_137,
     "checkpoint": 1_908,

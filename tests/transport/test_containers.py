@@ -85,12 +85,6 @@ def test_a_tree_survives(value: Any) -> None:
     assert repr(pytree.tree_unflatten(leaves, again)) == repr(pytree.tree_unflatten(leaves, spec))
 
 
-def test_a_context_of_types_and_numbers_survives() -> None:
-    leaves, spec = pytree.tree_flatten(Box({"a": 1, "b": [2]}, torch.bfloat16))
-    box = pytree.tree_unflatten(leaves, decode_tree(json.loads(json.dumps(encode_tree(spec)))))
-    assert (box.items, box.dtype) == ({"a": 1, "b": [2]}, torch.bfloat16)
-
-
 def test_a_key_that_is_no_plain_value() -> None:
     with pytest.raises(SignatureError) as caught:
         encode_tree(pytree.tree_structure({Color.RED: 1}))
@@ -264,11 +258,3 @@ def test_containers_too_deep_in_each_other() -> None:
         encode_tree(pytree.tree_structure(deep))
     with pytest.raises(SignatureError, match="wrong description"):
         decode_tree(described)
-
-
-def test_a_container_of_torch_that_is_no_plain_one() -> None:
-    from torch._higher_order_ops.auto_functionalize import SchemaHolder
-
-    spec = pytree.TreeSpec(SchemaHolder, None, [])
-    with pytest.raises(SignatureError, match=r"SchemaHolder of .* cannot be sent to another"):
-        encode_tree(spec)

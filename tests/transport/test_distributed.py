@@ -99,33 +99,6 @@ def test_a_message_that_waits_holds_up_no_other_channel(
     assert workers.run(send_crossing, per_channel, timeout=SOON) == [[12, 10, 13, 11], [2, 0, 3, 1]]
 
 
-def send_many(
-    rank: int, group: dist.ProcessGroup, per_channel: bool, size: int, receive_first: bool
-) -> list[int]:
-    channel = Channel(0, 1, False)
-    with opened(group, per_channel, [channel]) as transport:
-        buffers = [message(255 if rank else number, size) for number in range(20)]
-        post = transport.receiver(channel) if rank else transport.sender(channel)
-        if rank != receive_first:
-            transport.exchange([0])
-        handles = [post(buffer) for buffer in buffers]
-        if rank == receive_first:
-            transport.exchange([0])
-        for handle in reversed(handles):
-            handle.wait()
-        return [int(buffer[-1]) for buffer in buffers]
-
-
-@pytest.mark.processes
-@PER_CHANNEL
-@pytest.mark.parametrize("receive_first", [False, True])
-def test_messages_of_a_channel_keep_their_order(
-    workers: Workers, per_channel: bool, receive_first: bool
-) -> None:
-    results = workers.run(send_many, per_channel, 1 << 16, receive_first, timeout=SOON)
-    assert results == [list(range(20))] * 2
-
-
 def send_between_others(rank: int, group: dist.ProcessGroup, per_channel: bool) -> Any:
     """Ranks 3 and 1 of four are a group of their own, in which they are ranks 1 and 0."""
     pair = dist.new_group([1, 3])
@@ -237,27 +210,6 @@ def test_nobody_waits_for_a_rank_that_has_left(workers: Workers) -> None:
     assert told == "a connection has ended"
 
 
-def open_groups(rank: int, group: dist.ProcessGroup) -> tuple[int, int, list[list[int]]]:
-    channels = sorted(both_ways() + both_ways(1, 2))
-    with opened(group, True, channels) as transport:
-        first = dict(transport._connections)
-        assert set(first) == {c for c in channels if rank in (c.sender, c.receiver)}
-        transport.open(channels[:2])
-        transport.open(channels)
-        assert transport._connections == first
-        ends = [sorted((c.sender, c.receiver)) for c in first if isinstance(c, Channel)]
-        return len(first), len({id(own) for own in [group, *first.values()]}), ends
-
-
-@pytest.mark.processes
-def test_each_channel_gets_one_group_of_its_two_ends(workers: Workers) -> None:
-    assert workers.run(open_groups, ranks=3, timeout=SOON) == [
-        (4, 5, [[0, 1]] * 4),
-        (8, 9, [[0, 1]] * 4 + [[1, 2]] * 4),
-        (4, 5, [[1, 2]] * 4),
-    ]
-
-
 def long_numbers(rank: int, group: dist.ProcessGroup) -> bool:
     """More than fits into the sockets, from everybody at once."""
     numbers = [[peer] * 1_000_000 for peer in range(group.size())]
@@ -267,32 +219,6 @@ def long_numbers(rank: int, group: dist.ProcessGroup) -> bool:
 @pytest.mark.processes
 def test_long_exchanges(workers: Workers) -> None:
     assert workers.run(long_numbers, ranks=3) == [True] * 3
-
-
-def exchange_meanwhile(rank: int, group: dist.ProcessGroup) -> Any:
-    """Numbers go from rank to rank while messages wait, and a message of somebody else, too."""
-    channel = Channel(0, 1, False)
-    transport = Distributed(group)
-    transport.open([channel])
-    foreign = torch.tensor([40 + rank])
-    handles = []
-    if rank == 0:
-        handles = [transport.sender(channel)(message(5)), group.send([foreign], 1, 0)]
-    numbers = transport.exchange([rank, rank])
-    arrived = []
-    if rank == 1:
-        arrived = [received(transport, channel)]
-        handles = [group.recv([foreign], 0, 0)]
-    for handle in handles:
-        assert handle is not None
-        handle.wait()
-    return numbers, arrived, foreign.item()
-
-
-@pytest.mark.processes
-def test_numbers_and_messages_and_those_of_others_do_not_mix(workers: Workers) -> None:
-    numbers = [[0, 0], [1, 1]]
-    assert workers.run(exchange_meanwhile) == [(numbers, [], 40), (numbers, [5], 40)]
 
 
 def run_per_channel(rank: int, group: dist.ProcessGroup, case: Case) -> tuple[Result, list[int]]:
@@ -363,14 +289,6 @@ def test_without_a_process_group_a_rank_is_alone() -> None:
     transport.open([])
 
 
-def test_a_rank_that_is_alone_has_no_channels() -> None:
-    with pytest.raises(TransportError) as caught:
-        Alone().open([Channel(0, 1, True)])
-    assert str(caught.value) == (
-        "gradients from rank 0 to rank 1: this process is the only rank; start the others, too"
-    )
-
-
 MIXED = (
     "the ranks disagree on the call: grad_norm() on rank 0; step() on rank {}; make the same calls "
     "in the same order on every rank"
@@ -434,12 +352,6 @@ def test_an_invalid_frame(words: list[int], text: str) -> None:
     with pytest.raises(TransportError) as caught:
         distributed.size_of(frame, 0, rank=3)
     assert str(caught.value).startswith(text)
-
-
-def test_what_an_exchange_is_for_may_be_any_bytes() -> None:
-    frame = distributed.packed(Frame("x", b"1"))
-    frame = frame[:16] + b"\xff" * 48 + frame[64:]
-    assert set(distributed.unpacked(frame).what) == {"\ufffd"}
 
 
 def test_an_exchange_has_its_limits() -> None:

@@ -55,22 +55,6 @@ def test_results_come_in_the_order_of_the_ranks() -> None:
     assert current() is None
 
 
-@pytest.mark.parametrize(("ranks", "strict"), [(2, True), (5, False)])
-def test_a_ring(ranks: int, strict: bool) -> None:
-    def ring(rank: int) -> int:
-        if rank == 0:
-            send(1, torch.tensor([1])).wait()
-            return received(ranks - 1)
-        number = received(rank - 1)
-        send((rank + 1) % ranks, torch.tensor([10 * number + 1])).wait()
-        return number
-
-    assert run(ring, ranks, strict=strict) == [
-        int("1" * ranks),
-        *(int("1" * rank) for rank in range(1, ranks)),
-    ]
-
-
 @pytest.mark.parametrize("receive_first", [False, True])
 def test_messages_of_a_channel_keep_their_order(receive_first: bool) -> None:
     def talk(rank: int) -> list[int]:
@@ -160,19 +144,6 @@ def test_only_one_rank_runs_at_a_time() -> None:
         sys.setswitchinterval(interval)
 
 
-def test_the_baton_goes_to_the_next_rank_that_can_go_on() -> None:
-    log: list[int] = []
-
-    def work(rank: int) -> None:
-        for _ in range(4):
-            log.append(rank)
-            here().exchange([])
-
-    run(work, 3)
-    # Whoever completes an exchange goes on at once, and begins the next one.
-    assert log == [0, 1, 2, 2, 0, 1, 1, 2, 0, 0, 1, 2]
-
-
 def draw(rank: int, device: str, generator: torch.Generator | None = None) -> list[float]:
     numbers: list[float] = []
     for _ in range(3):
@@ -194,13 +165,6 @@ def test_random_numbers_belong_to_the_rank(device: str) -> None:
         generator = torch.Generator(device)
         generator.set_state(before[-1])
         assert together[rank] == draw(rank, device, generator)
-
-
-def test_the_random_state_is_restored_after_an_error() -> None:
-    before = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError):
-        run(lambda rank: torch.rand(3).sum() / (1 // rank), 2)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_buffers_made_in_inference_mode() -> None:
@@ -265,17 +229,6 @@ def test_an_error_wakes_those_who_wait_for_its_rank() -> None:
     assert caught.value.__notes__ == ["on rank 2 of 4 local ranks"]
     assert len(texts) == 3
     assert all("\n  rank 2 has raised KeyError\n" in text for text in texts)
-
-
-def test_of_several_errors_the_first_is_raised() -> None:
-    def fail(rank: int) -> None:
-        if rank == 0:
-            received(2)
-        raise ValueError(f"rank {rank}")
-
-    with pytest.raises(ValueError, match="rank 1") as caught:
-        run(fail, 3)
-    assert caught.value.__notes__ == ["on rank 1 of 3 local ranks"]
 
 
 @pytest.mark.parametrize("first", [0, 1])

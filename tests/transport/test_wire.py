@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +16,6 @@ from taktline.meta import Signature, TensorMeta, flatten
 from taktline.transport.codec import decode, encode
 from taktline.transport.wire import Layout
 from tests.test_meta import DTYPES, arguments, shapes
-
-
-class Pair(NamedTuple):
-    """A container with a type of its own, which pytree cannot write down."""
-
-    left: Any
-    right: Any
 
 
 @st.composite
@@ -76,15 +69,6 @@ def test_what_is_packed_comes_out_again(packed: list[torch.Tensor]) -> None:
         assert tensor.data_ptr() % 16 == 0
         if tensor.numel():
             assert tensor.untyped_storage().data_ptr() == arrived.data_ptr()
-
-
-def test_a_boundary_without_tensors_has_a_status_only() -> None:
-    layout = layout_of()
-    parcel = layout.pack([])
-    assert layout.nbytes == parcel.buffer.nbytes == 16
-    assert layout.unpack(parcel.buffer) == []
-    assert not layout.failed(parcel.marks)
-    assert layout.failed(layout.failure().marks)
 
 
 @given(st.lists(tensors(), max_size=3))
