@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
 
@@ -352,7 +352,11 @@ class _Single(_Named):
 class _Multi(_Named):
     """A schedule with several stages per rank.
 
-    ``backward_requires_autograd`` is accepted for scripts that pass it, and changes nothing.
+    ``max_active_stages`` is how many stages of this rank in ``fully_shard`` are gathered at a time,
+    and ``unshard_lookahead`` how many of them in advance. ``max_outstanding_sends`` is how many
+    messages may be under way before the next one waits. ``backward_requires_autograd``,
+    ``defer_pp_recv`` and ``defer_reduce_grad_wait`` are accepted for scripts that pass them, and
+    change nothing.
     """
 
     def __init__(
@@ -365,10 +369,17 @@ class _Multi(_Named):
         output_merge_spec: MergeSpec | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: Literal["full", "auto"] | tuple[int, ...] = "full",
+        *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
         **options: Unpack[ScheduleOptions],
     ) -> None:
         specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
-        self._begin(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
+        limits = Limits(max_active_stages, unshard_lookahead, max_outstanding_sends)
+        self._begin(stages, n_microbatches, loss_fn, *specs, scale_grads, limits=limits, **options)
 
 
 class ScheduleGPipe(_Single, plan="gpipe"):
@@ -418,10 +429,17 @@ class ScheduleLoopedBFS(_Multi, plan="looped_bfs"):
         output_merge_spec: MergeSpec | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: Literal["full", "auto"] | tuple[int, ...] = "full",
+        *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
         **options: Unpack[ScheduleOptions],
     ) -> None:
+        limits = Limits(max_active_stages, unshard_lookahead, max_outstanding_sends)
         given = loss_fn, None, None, output_merge_spec, scale_grads
-        super().__init__(stages, n_microbatches, *given, **options)
+        self._begin(stages, n_microbatches, *given, limits=limits, **options)
 
 
 class ScheduleInterleavedZeroBubble(_Multi, plan="interleaved_zero_bubble"):
