@@ -9,6 +9,9 @@ NEWEST ?= .venv-newest
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORTURE_SECONDS ?= 120
 FUZZ_INPUTS ?= 100000
+# Of torch, with CPU builds; an environment made by hand in .versions/2.11 will do as well.
+VERSIONS ?= 2.11 2.12 2.13 2.14 2.15
+CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
 # How many tests run side by side; each has one thread of its own, or they would fight for the cores.
 JOBS ?= 2
 # With bytecode, also where the environment says otherwise: or each of them would compile all tests.
@@ -78,8 +81,11 @@ zoo: $(VENV)/.stamp-dev ## Train every architecture of the zoo on pipelines, and
 cpus: $(VENV)/.stamp-dev ## Run the tests that compare numbers as on other CPUs
 	@$(BIN)/python -m tests.cpus
 
-versions: $(VENV)/.stamp-dev ## Run the tests of the drop-in under each supported version of torch
-	@$(BIN)/python -m tests.compat.versions
+versions: $(VERSIONS:%=.versions/%/.stamp) ## Run the tests of the drop-in under each supported version of torch
+	@failed=; for version in $(VERSIONS); do echo "== torch $$version"; \
+		PYTHONPATH="$(CURDIR)" $(ALONE) .versions/$$version/bin/python -m pytest tests/compat || \
+		failed="$$failed $$version"; done; \
+	if [ -n "$$failed" ]; then echo "the tests fail with torch$$failed" >&2; exit 1; fi
 
 newest: $(NEWEST)/.stamp ## Run the quick tests, the drop-in, timm and torchrun with the newest torch
 	@$(NEWEST)/bin/python -c 'import torch; print("== torch", torch.__version__)'
@@ -87,6 +93,14 @@ newest: $(NEWEST)/.stamp ## Run the quick tests, the drop-in, timm and torchrun 
 	$(ON_NEWEST) $(SIDE_BY_SIDE) -m "not matrix" tests/compat taktline/compat
 	$(ON_NEWEST) $(SIDE_BY_SIDE) -m zoo tests/zoo -k timm
 	@$(ON_NEWEST) -m torch.distributed.run --standalone --nproc-per-node 2 tests/torchrun_pipeline.py
+
+.versions/%/.stamp:
+	@echo "Installing torch $* into .versions/$* ..."
+	$(call make-venv,.versions/$*)
+	@.versions/$*/bin/python -m pip --disable-pip-version-check install numpy pytest hypothesis
+	@.versions/$*/bin/python -m pip --disable-pip-version-check install \
+		--index-url $(CPU_BUILDS) 'torch==$*.*'
+	@touch $@
 
 clean: ## Remove the venvs and everything that was built
 	rm -rf $(VENV) .venv-newest site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,9 +1,11 @@
-"""The names that programs and suites take from torch, and their signatures."""
+"""The names that programs and suites take from torch, their signatures, and what is behind them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import taktline
+from taktline.compat.torch_pipelining._schedule_visualizer import (
+    get_schedule_ops,
+    visualize_schedule,
+)
 from taktline.errors import MismatchError
 from tests.compat.peer import MODULES, module
 
@@ -179,3 +185,53 @@ def test_a_group_passed_as_the_seventh_argument_is_refused() -> None:
     group: Any = dist.ProcessGroup(0, 1)  # pyright: ignore
     with pytest.raises(MismatchError, match=r"as in torch before 2\.13; pass it by its name"):
         taktline.PipelineStage(nn.ReLU(), 0, 1, torch.device("cpu"), None, None, group)  # pyright: ignore
+
+
+# What is not replaced is torch's own code, in copies of its modules.
+
+REPLACED = {
+    "schedules": """
+        _PipelineSchedule PipelineScheduleSingle PipelineScheduleMulti _PipelineScheduleRuntime
+        _ScheduleForwardOnly ScheduleGPipe Schedule1F1B ScheduleLoopedBFS ScheduleInterleaved1F1B
+        ScheduleInterleavedZeroBubble ScheduleZBVZeroBubble ScheduleDualPipeV _add_send_recv
+        _check_torch_compile_compatibility
+    """,
+    "stage": """
+        _PipelineStageBase PipelineStage _PipelineStage _RootArgPlaceholder _make_tensor_from_meta
+    """,
+    "_utils": "PipeInfo PipeliningMetadataError PipeliningShapeError _make_tensor_from_meta",
+    "_recv_buffers": "_make_tensor_from_meta",
+    "_IR": "Pipe SplitPoint pipe_split pipeline",
+    "_schedule_visualizer": "visualize_schedule",
+}
+
+
+def _codes(value: Any) -> Iterator[Any]:
+    """The code of a function, or of all methods of a class."""
+    for each in vars(value).values() if inspect.isclass(value) else [value]:
+        function = getattr(each, "__func__", getattr(each, "fget", each))
+        if inspect.isfunction(function):
+            yield function.__code__
+
+
+@pytest.mark.parametrize("name", [name.removeprefix(".") for name in MODULES if name])
+def test_all_else_is_torchs_own(name: str) -> None:
+    peer, ours = module(f".{name}")
+    replaced = REPLACED.get(name, "").split()
+    for key, value in vars(peer).items():
+        if getattr(value, "__module__", None) == peer.__name__ and key not in replaced:
+            assert [*_codes(getattr(ours, key))] == [*_codes(value)], key
+
+
+def test_drawings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = get_schedule_ops("GPipe", 2, 2)
+    for name, beginning in {"a.svg": "<svg", "a.html": "<!doctype html>"}.items():
+        visualize_schedule(rows, str(tmp_path / name))
+        assert (tmp_path / name).read_text().lower().startswith(beginning)
+    visualize_schedule(rows)
+    assert "rank 1" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ImportError, match="matplotlib"):
+        visualize_schedule(rows, "a.png")  # torch's own

@@ -39,6 +39,7 @@ from tests.compat.programs import (
     Unsplit,
     loss_fn,
     make_batch,
+    wrapped,
 )
 from tests.workers import Workers
 
@@ -302,3 +303,51 @@ def test_a_stage_finds_where_its_values_come_from_and_go_to() -> None:
     (source,) = stage._create_act_recv_info()
     assert "root" in repr(source).lower()
     assert stage._create_act_send_info() == {0: []}
+
+
+PART = BATCH // 4
+
+
+def _shown(rank: int, group: dist.ProcessGroup) -> list[Any]:
+    program = Program(group, 2, [rank])
+    (stage,) = program.stages
+    schedule = ScheduleGPipe(stage, 4, loss_fn=loss_fn)
+    shown = []
+    for call in ("eval", "step"):
+        program.step(schedule, call)
+        meta = stage._stage_meta
+        assert schedule._on_ours
+        assert [(tuple(x.shape), x.stride, x.dtype) for x in meta.inputs + meta.outputs] == [
+            ((PART, WIDTH), (WIDTH, 1), torch.float32)
+        ] * 2
+        assert stage.get_outputs_meta() == meta.outputs
+        grads = [
+            None if side is None else side[0] for side in (meta.input_grads, meta.output_grads)
+        ]
+        shown.append((meta.inputs[0].requires_grad, [grad is not None for grad in grads]))
+    return shown
+
+
+@SINCE_2_12
+@pytest.mark.processes
+def test_stages_show_what_crosses_their_boundaries(workers: Workers) -> None:
+    """As those of torch do, though it is the runtime that has found it out."""
+    first, last = workers.run(_shown)
+    assert first == [(False, [False, False]), (False, [False, True])]
+    assert last == [(False, [False, False]), (True, [True, False])]
+
+
+def _announced_wrongly(rank: int, group: dist.ProcessGroup) -> str:
+    wrong = torch.zeros(PART + rank, WIDTH, requires_grad=True)
+    program = Program(group, 2, [rank], input_args=wrong)
+    wrapped(program.stages[0])
+    with pytest.raises(PipeliningMetadataError, match="shape mismatch") as caught:
+        program.step(ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn))
+    return str(caught.value)
+
+
+@SINCE_2_12
+@pytest.mark.processes
+def test_every_rank_raises_what_torch_raises_of_a_mismatch(workers: Workers) -> None:
+    for told in workers.run(_announced_wrongly):
+        assert told.startswith("rank 1: Stage 1 input[0]: shape mismatch: torch.Size([5, 8]) vs ")
