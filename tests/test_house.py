@@ -37,7 +37,7 @@ BUDGETS = {
     "plan": 3_460,
     "stage": 1_783,
     "transport": 3_560,
-    "runtime": 5_788,
+    "runtime": 5_806,
     "train": 3_137,
     "checkpoint": 1_908,
     "render": 878,
