@@ -6,9 +6,8 @@ Then each process keeps its own stages, gives them their values, prepares, compi
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -24,27 +23,14 @@ from taktline.checkpoint.model_state import ModelState, Processes
 from taktline.checkpoint.pretrained import conversions_of
 from taktline.checks import check, check_callable, check_list, check_one_of, conform
 from taktline.device import require_usable_device
-from taktline.errors import (
-    MismatchError,
-    PartitionError,
-    ScheduleError,
-    TaktlineError,
-    UseError,
-    text_of,
-)
+from taktline.errors import MismatchError, PartitionError, ScheduleError, TaktlineError, text_of
 from taktline.plan import Kind, NamedSchedule, Plan, find, read
 from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.introduction import BUILDING, compared, together
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
-from taktline.split.arguments import (
-    Call,
-    arguments_of,
-    arguments_of_forward,
-    without_cache,
-    without_padding,
-)
+from taktline.split.arguments import Call, arguments_of, arguments_of_forward, without_padding
 from taktline.split.auto import divide
 from taktline.split.by_names import without_compiler
 from taktline.split.costs import Measure, measure_times
@@ -87,7 +73,6 @@ def checked(arguments: dict[str, Any]) -> SimpleNamespace:
     for name, require in _CHECKS.items():
         if arguments[name] is not None or name in _FLAGS:
             setattr(given, name, require(name, arguments[name]))
-    given.schedule = _opened(given.schedule)
     given.is_whole, given.is_own = isinstance(given.model, nn.Module), False
     if isinstance(given.model, Pipe):
         given.is_whole = False
@@ -99,10 +84,6 @@ def checked(arguments: dict[str, Any]) -> SimpleNamespace:
         raise PartitionError(
             "measure=True cuts a model by the times of its layers: pass the whole model and "
             "example=(…), the arguments of one micro-batch, and no cuts; or leave out measure=True"
-        )
-    if given.on_preempt and threading.current_thread() is not threading.main_thread():
-        raise UseError(
-            "on_preempt handles SIGTERM, which only the main thread can; make the pipeline there"
         )
     if given.timeout is not None and not isinstance(given.timeout, timedelta):
         given.timeout = timedelta(seconds=check("timeout", given.timeout, float, least=0.001))
@@ -120,6 +101,14 @@ def _stages_given(model: Any) -> dict[int, nn.Module]:
         if not isinstance(module, nn.Module):
             raise PartitionError(f"stage {stage} is {module!r}, not an nn.Module")
     return stages
+
+
+def _ranks_of(schedule: ScheduleChoice) -> int:
+    """The default number of ranks in one process."""
+    with suppress(TaktlineError):  # raised later, on all ranks
+        chosen = _opened(schedule)
+        return chosen.ranks if isinstance(chosen, Plan) else 1
+    return 1
 
 
 def _opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
@@ -154,7 +143,7 @@ def build(given: SimpleNamespace) -> Built:
         given.mesh,
         given.data_parallel,
         given.device or _device_of(given),
-        default=given.schedule.ranks if isinstance(given.schedule, Plan) else 1,
+        default=_ranks_of(given.schedule),
         timeout=given.timeout,
     )
     alone = max(ranks.processes.sizes) == 1
@@ -223,10 +212,10 @@ class Built:
         if self.batch_dims.compares:
             self.schedule._runner.cutter_for = self.batch_dims.fitted
         self.trains, self.keywords = self.plan.has(Kind.B, Kind.I), {}
-        if count == 1 and self.options["kwargs_chunk_spec"] is None:
+        alone = count == 1 and self.options["kwargs_chunk_spec"] is None
+        if alone and "use_cache" in arguments_of_forward(type(unwrapped(self.model.modules[0]))):
             # As in several stages: the caches of micro-batches cannot be joined.
-            names = arguments_of_forward(type(unwrapped(self.model.modules[0])))
-            self.keywords = without_cache(names, {})
+            self.keywords["use_cache"] = False
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """The parameters of this process: stage, name in the model, and parameter."""
@@ -293,7 +282,7 @@ def _device_of(given: SimpleNamespace) -> torch.device | None:
 
 def _plan_of(given: SimpleNamespace, ranks: int) -> Plan:
     """The plan for so many ranks."""
-    schedule, microbatches, stages = given.schedule, given.microbatches, None
+    schedule, microbatches, stages = _opened(given.schedule), given.microbatches, None
     if given.cuts is not None:
         stages = len(given.cuts) + 1
     elif not given.is_whole and not given.is_own:
@@ -377,10 +366,6 @@ def _stages(given: SimpleNamespace, plan: Plan, measure: Measure | None) -> Sequ
     )
 
 
-_LENGTH = 128
-"""Of a text: long enough for its layers to compute, and not only to begin."""
-
-
 def _own_example(model: nn.Module) -> Any:
     """Arguments by which a model of transformers can be cut; None if it says none."""
     dummies, config = getattr(model, "dummy_inputs", None), getattr(model, "config", None)
@@ -390,7 +375,8 @@ def _own_example(model: nn.Module) -> Any:
         size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
         height, width = (size, size) if isinstance(size, int) else size or (0, 0)
         return (), {"pixel_values": torch.zeros(1, channels, height, width)}
-    length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    # Long enough for layers to compute, and not only to begin.
+    length = min(128, getattr(config, "max_position_embeddings", None) or 128)
     found = {name: without_padding(model, each) for name, each in dummies.items()}
     for name, each in found.items():
         if isinstance(each, torch.Tensor) and each.ndim == 2 and not each.is_floating_point():

@@ -142,8 +142,10 @@ class Pipeline:
         given.loss_fn = loss_fn or steps.loss_in_output
         self._loss_fn, self._turn = loss_fn, Turn("this pipeline")
         self._metrics = Metrics()
+        self._preemption = on_preempt and Preemption(on_preempt, self)
         self._live: Built | None = build(given)
-        self._preemption = on_preempt and Preemption(on_preempt, self, self._live)
+        if self._preemption is not None:
+            self._preemption.listen(self._live)
 
     @classmethod
     def from_pretrained(cls, source: Any, **options: Any) -> Self:

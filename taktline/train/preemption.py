@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from taktline.checkpoint.saving import RandomNumbers, Training, wait_for_all
+from taktline.errors import UseError
 from taktline.train.build import Built
 
 _log = logging.getLogger("taktline")
@@ -41,10 +42,14 @@ class AnotherStep(BaseException):
 class Preemption:
     """Listens for SIGTERM for a pipeline, until that is collected or ``close()`` is called."""
 
-    def __init__(self, on_preempt: Callable[[Any], object], pipe: Any, built: Built) -> None:
+    def __init__(self, on_preempt: Callable[[Any], object], pipe: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise UseError(
+                "on_preempt handles SIGTERM, which only the main thread can; make the pipeline "
+                "there"
+            )
         self._on_preempt = on_preempt
-        self._built = ref(built)
-        built.schedule._runner.agreement.asks_to_stop = lambda: _signals.heard
+        self._built: Callable[[], Built | None] = lambda: None
         self._data: Any = None
         """The object with the position in the data, of the latest save or load."""
         self._noting: RemovableHandle | None = None
@@ -66,6 +71,11 @@ class Preemption:
         if self._noting is not None:
             self._noting.remove()
         self._noting = None
+
+    def listen(self, built: Built) -> None:
+        """Let every step ask whether SIGTERM has come, which may be before the first one."""
+        self._built = ref(built)
+        built.schedule._runner.agreement.asks_to_stop = lambda: _signals.heard
 
     def hear(self, built: Built) -> None:
         """Agree whether SIGTERM has reached any rank; all ranks call this after a step or eval."""

@@ -26,8 +26,6 @@ from taktline.train.steps import in_mode, of_model, run
 from taktline.transport.exchange import share_values
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-_COARSE = 3e-2
-"""For types with fewer digits."""
 _ENDLESS = sys.float_info.max
 """Reported for an error that is not finite."""
 _PHASES = {
@@ -82,8 +80,7 @@ class Verification:
         return self.difference is None
 
     def __str__(self) -> str:
-        equal = f"equal to the plain model: {self.compared:,} tensors"
-        return equal if self.difference is None else str(self.difference)
+        return str(self.difference or f"equal to the plain model: {self.compared:,} tensors")
 
 
 def verify(
@@ -260,7 +257,7 @@ def _error(
     """
     if found.dtype == expected.dtype and torch.equal(found, expected):
         return 0.0
-    usual = _TOLERANCE.get(expected.dtype, _COARSE)
+    usual = _TOLERANCE.get(expected.dtype, 3e-2)  # of types with fewer digits
     limit = usual if tolerance is None else tolerance
     found, expected = found.double(), expected.double()
     error = _largest(found - expected) / max(_largest(expected), 1e-3 * largest, 1e-12)

@@ -142,6 +142,19 @@ def test_it_takes_effect_when_no_gradients_wait() -> None:
             pipe.zero_grad()
 
 
+@pytest.mark.usefixtures("_restored")
+def test_a_signal_while_the_pipeline_is_built() -> None:
+    def prepare(module: nn.Module, stage: int) -> nn.Module:
+        terminate()
+        return module
+
+    called: list[tl.Pipeline] = []
+    with pipeline(on_preempt=called.append, prepare=prepare) as pipe:
+        with pytest.raises(SystemExit):
+            pipe.eval(X)
+        assert called == [pipe]
+
+
 def test_an_error_in_on_preempt_is_raised() -> None:
     def fails(_: tl.Pipeline) -> None:
         raise OSError("disk full")

@@ -100,6 +100,7 @@ CASES: dict[str, tuple[Case, Case, str]] = {
         (Net, {}),
         "option schedule is gpipe on rank 0, but 1f1b on rank 1",
     ),
+    "unknown schedule": ((Net, {}), (Net, {"schedule": "1f2b"}), "no schedule is called '1f2b'"),
     "seed": ((Net, {"seed": 1}), (Net, {"seed": 2}), "option seed is 1 on rank 0, but 2 on rank 1"),
     "unknown cut": ((Net, {}), (Net, {"cuts": ["nowhere"]}), "nowhere"),
     "auto": ((Net, EXAMPLE), (lambda: Net(layers=6), EXAMPLE), _MORE),
