@@ -1,8 +1,9 @@
-"""Models of transformers, in and out, each process its own part."""
+"""Models of transformers, in and out, each process its own part; files may have another form."""
 
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ import pytest
 import torch
 
 import taktline as tl
-from taktline.errors import CheckpointError, StateError
+from taktline.checkpoint import pretrained
+from taktline.checkpoint.files import TensorFile, write
+from taktline.checkpoint.model_state import ModelState, state_of
+from taktline.checkpoint.pretrained import PretrainedFiles, conversions_of
+from taktline.errors import CheckpointError, PartitionError, StateError
 from tests.checkpoint.test_folder import full_disk
 from tests.checkpoint.training import mesh_of
 from tests.workers import Workers
@@ -19,6 +24,12 @@ from tests.zoo import find
 
 IDS = torch.arange(24).reshape(4, 6) % 17
 CUTS = ["model.layers.1"]
+FEW = ["Qwen3MoeForCausalLM", "MixtralForCausalLM"]
+OTHERS = """
+Qwen2MoeForCausalLM OlmoeForCausalLM DeepseekV3ForCausalLM GptOssForCausalLM PhimoeForCausalLM
+GraniteMoeForCausalLM Llama4ForCausalLM JetMoeForCausalLM JambaForCausalLM Qwen3NextForCausalLM
+ViTForImageClassification BertForMaskedLM
+"""
 
 
 def llama(tied: bool = False) -> Any:
@@ -42,6 +53,17 @@ def logits_of(model: Any) -> torch.Tensor:
     return torch.cat([model(part).logits for part in IDS.chunk(2)])
 
 
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    files = [TensorFile(each) for each in sorted(folder.glob("*.safetensors"))]
+    return {name: file.view(name) for file in files for name in file.tensors}
+
+
+def require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("largest", [5_000, 10**9])
 def test_out_and_in(tmp_path: Path, tied: bool, largest: int) -> None:
@@ -52,11 +74,7 @@ def test_out_and_in(tmp_path: Path, tied: bool, largest: int) -> None:
     pipe.save_pretrained(tmp_path, max_shard_bytes=largest)
     assert (tmp_path / "model.safetensors.index.json").exists() == (largest < 10**9)
     read: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
-    for (name, mine), (other, theirs) in zip(
-        read.state_dict().items(), model.state_dict().items(), strict=True
-    ):
-        assert name == other
-        assert torch.equal(mine, theirs), name
+    require_same(read.state_dict(), model.state_dict())
     again = tl.Pipeline.from_pretrained(tmp_path, cuts=CUTS, microbatches=2, ranks=2)
     assert torch.equal(again.eval(IDS).logits, logits_of(model))
 
@@ -132,9 +150,9 @@ def test_processes(
     ranks = 2 if shape is None else 4
     for logits in workers.run(over_processes, str(tmp_path), shape, way, ranks=ranks):
         torch.testing.assert_close(logits, logits_of(model))
+    require_same(stored(tmp_path / "again"), stored(tmp_path))
     read: Any = type(model).from_pretrained(tmp_path / "again")
-    for name, value in read.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name])
+    require_same(read.state_dict(), model.state_dict())
 
 
 def on_a_full_disk(rank: int, group: Any, folder: str, largest: int) -> str:
@@ -152,3 +170,64 @@ def on_a_full_disk(rank: int, group: Any, folder: str, largest: int) -> str:
 def test_a_full_disk(workers: Workers, tmp_path: Path, largest: int) -> None:
     told = workers.run(on_a_full_disk, str(tmp_path), largest, ranks=4)
     assert told == [f"rank 0: cannot write {tmp_path}: OSError: [Errno 27] File too large"] * 4
+
+
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(name, marks=pytest.mark.matrix) for name in OTHERS.split())]
+)
+def test_files_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    model: Any = find(name).make()
+    model.save_pretrained(tmp_path / "theirs")
+    read = PretrainedFiles(tmp_path / "theirs", model)
+    tied = {id(value): read[each] for each, value in state_of(model).items() if each in read}
+    for each, value in state_of(model).items():
+        assert torch.equal(tied[id(value)], value), each
+    state = ModelState({0: model}, list(model.state_dict()), conversions=conversions_of(model))
+    pretrained.save_pretrained(state, tmp_path / "mine", 20_000)
+    require_same(stored(tmp_path / "mine"), stored(tmp_path / "theirs"))
+
+
+def test_a_stage_reads_its_own_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find(FEW[0]).make().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    model, files = pretrained.build(tmp_path)
+    assert files is not None
+    first, second = tl.split.by_names(model, ["model.layers.4"])
+    seen: list[str] = []
+    view = TensorFile.view
+    monkeypatch.setattr(TensorFile, "view", lambda self, n: seen.append(n) or view(self, n))
+    tl.split.materialise(second, "cpu", state_dict=files)
+    assert "model.layers.4.mlp.experts.3.up_proj.weight" in seen
+    assert not [name for name in seen if "layers.3." in name or "embed" in name]
+    assert len(seen) == len(set(seen)), "each is read once"
+    assert all(
+        parameter.is_meta for parameter in first.get_submodule("model.layers.3").parameters()
+    )
+
+
+def test_without_the_table_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    find(FEW[0]).make().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    with pytest.raises(StateError, match=r"lacks .*model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        tl.Pipeline.from_pretrained(tmp_path, microbatches=2)
+    assert "this version of transformers has no table of names in files" in caplog.text
+
+
+def test_experts_that_do_not_fit_together(tmp_path: Path) -> None:
+    model: Any = find(FEW[0]).make()
+    model.save_pretrained(tmp_path)
+    files = {name: value.clone() for name, value in stored(tmp_path).items()}
+    odd = "model.layers.0.mlp.experts.2.down_proj.weight"
+    changed = {name: torch.ones(2, 2) if name == odd else each for name, each in files.items()}
+    write(tmp_path / "model.safetensors", changed)
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj cannot be made from .*stack"):
+        tl.Pipeline.from_pretrained(tmp_path, microbatches=2)
+
+
+def test_a_model_that_does_not_say_what_it_takes() -> None:
+    name = "WhisperForConditionalGeneration"
+    config: Any = find(name).make().config
+    config.architectures = [name]
+    with pytest.raises(PartitionError, match=r"to cut Whisper.* into 2 stages, pass example=\(…\)"):
+        tl.Pipeline.from_pretrained(config, microbatches=2, ranks=2)
