@@ -140,7 +140,7 @@ def show(
     output: Path | None = typer.Option(
         None,
         *OUTPUT,
-        help="Write to this file: .svg, .html (a page), .csv or .json (for Perfetto).",
+        help="Write to this file: .svg, .html (a page) or .json (for Perfetto).",
     ),
     by: By = typer.Option(By.time, help="Columns: time draws to scale, step every action."),
     width: int | None = typer.Option(

@@ -262,7 +262,7 @@ def durations(timeline: Timeline) -> Costs:
     """The costs of a step without any waiting or messages: as if each rank went on at once."""
     rows = timeline.plan.rows
     took = np.where(rows.kind <= Kind.W, timeline.end - timeline.start, 0.0)
-    end = np.cumsum(np.where(rows.second_of_pair(), 0.0, took))
+    end = np.cumsum(took)
     return Costs.from_timeline(replace(timeline, start=end - took, end=end, arrival=None))
 
 

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from json import dumps
 from pathlib import Path
 
 import typer
@@ -23,7 +22,6 @@ from taktline.checks import launched
 from taktline.cli.options import OUTPUT, Json, echo_json
 from taktline.errors import ArgumentError, TransportError
 from taktline.plan import build
-from taktline.plan.io import write_text
 
 COMMAND = ("-m", "taktline")
 _POLL = 0.1
@@ -76,9 +74,6 @@ def doctor(
     timeout: float = typer.Option(
         60.0, min=1.0, help="Seconds to wait for a rank before giving up."
     ),
-    output: Path | None = typer.Option(
-        None, *OUTPUT, help="Also write the results to this .json file."
-    ),
     json: Json = False,
 ) -> None:
     """Check a cluster: versions, devices, links between ranks, and a tiny pipeline.
@@ -97,8 +92,7 @@ def doctor(
         raise ArgumentError("a launcher has started the ranks; leave out --ranks")
     if not launched():
         words = ["doctor", "--backend", backend or "gloo", "--timeout", str(timeout)]
-        words += ([] if output is None else ["--output", str(output)]) + ["--json"] * json
-        raise typer.Exit(launch(ranks or 2, words, patience=timeout + 20.0))
+        raise typer.Exit(launch(ranks or 2, words + ["--json"] * json, patience=timeout + 20.0))
     # Set before torch is loaded: the doctor reports failures itself, without C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from taktline.cli.doctor import examine
@@ -110,9 +104,6 @@ def doctor(
         raise typer.Exit(1) from None
     if os.environ["RANK"] == "0":
         echo_json(report.to_dict()) if json else report.show()
-        if output is not None:
-            write_text(output, dumps(report.to_dict(), indent=2) + "\n")
-            typer.echo(f"{output}: the findings", err=json)
     if report.count("failed"):
         raise typer.Exit(1)
 

@@ -170,31 +170,30 @@ class Costs:
         for each in timelines:
             if not isinstance(getattr(each, "costs", None), Costs):
                 refuse("timeline", "a Timeline", each)
-        known = timeline.costs
         if len({(each.plan.stages, each.costs.unit) for each in timelines}) > 1:
             raise CostError(
                 "costs need timelines of one model, with equal numbers of stages, in one unit"
             )
+        if any(each.plan.rows.joined.any() for each in timelines):
+            raise CostError(
+                "an overlapped pair does not show what its halves cost; a measured timeline has "
+                "none, and a simulated one has costs already"
+            )
         means = np.stack([_means(each) for each in timelines])
-        medians: list[FloatArray] = list(known_medians(means, axis=0))
-        forward, full, inputs, weights, pair = medians
-        forward = _filled(forward, pair / 3)
+        forward, full, inputs, weights = list[FloatArray](known_medians(means, axis=0))
         with np.errstate(invalid="ignore"):  # both halves may take no time
-            shares: FloatArray = inputs / (inputs + weights)
-        share = _filled(shares, np.full(len(forward), 0.5))
+            share = _filled(inputs / (inputs + weights), np.full_like(full, 0.5))
         inputs = _filled(np.where(np.isnan(inputs), share * full, inputs), forward)
-        rest: FloatArray = (1 - share) * full
-        weights = _filled(np.where(np.isnan(weights), rest, weights), forward)
+        weights = _filled(np.where(np.isnan(weights), (1 - share) * full, weights), forward)
         backward = np.where(np.isnan(full), inputs + weights, full)
-        overlap = np.where(np.isnan(pair), forward + backward, pair)
         flights = [flight.mean() for each in timelines if len(flight := _flights(each))]
         return replace(
-            known,
+            timeline.costs,
             forward=tuple(forward),
             backward_input=tuple(inputs),
             backward_weight=tuple(weights),
             backward=None if np.isnan(full).all() else tuple(backward),
-            overlap=None if np.isnan(pair).all() else tuple(overlap),
+            overlap=None,
             link=Link(latency=max(0.0, float(np.median(flights))) if flights else 0.0),
             message_bytes=0.0,
         )
@@ -222,24 +221,21 @@ def _changed(costs: Link | Costs) -> dict[str, Any]:
 
 
 def _means(timeline: Timeline) -> FloatArray:
-    """A row each for F, B, I, W and pairs, with the mean cost at each stage, or nan."""
+    """A row each for F, B, I and W, with the mean cost at each stage, or nan."""
     plan, rows, rank = timeline.plan, timeline.plan.rows, timeline.plan.rank_of_rows()
-    at = np.flatnonzero((rows.kind <= Kind.W) & ~rows.second_of_pair())
+    at = np.flatnonzero(rows.kind <= Kind.W)
     before = np.concatenate([at[:1], at[:-1]])
     if timeline.costs.comm_blocks:
         before = np.maximum(at - 1, 0)  # a send has its own time
-    alone = (rank[before] != rank[at]) | (before == at)
-    ready = np.where(alone, timeline.start[at], timeline.end[before])
-    waits = needs(plan).waits
-    for half in (at, at + rows.joined[at]):
-        source = waits[half]
-        ready = np.where(source >= 0, np.maximum(ready, timeline.arrivals[source]), ready)
+    first, source = (rank[before] != rank[at]) | (before == at), needs(plan).waits[at]
+    ready = np.where(first, timeline.start[at], timeline.end[before])
+    ready = np.where(source >= 0, np.maximum(ready, timeline.arrivals[source]), ready)
     # Clocks differ a little, so a message may seem to arrive after its receiver has started.
     cost = timeline.end[at] - np.minimum(ready, timeline.start[at])
-    place = np.where(rows.joined[at], 4, rows.kind[at]) * plan.stages + rows.stage[at]
-    total, count = (np.bincount(place, w, minlength=5 * plan.stages) for w in (cost, None))
+    place = rows.kind[at] * plan.stages + rows.stage[at]
+    total, count = (np.bincount(place, w, minlength=4 * plan.stages) for w in (cost, None))
     with np.errstate(invalid="ignore"):
-        return (total / count).reshape(5, plan.stages)
+        return (total / count).reshape(4, plan.stages)
 
 
 def _flights(timeline: Timeline) -> FloatArray:
@@ -252,10 +248,7 @@ def _flights(timeline: Timeline) -> FloatArray:
     return timeline.arrivals[sends] - leaves
 
 
-def _filled(*choices: FloatArray) -> FloatArray:
-    """The first of these with any numbers; what it does not know is the median of the rest."""
-    for values in choices:
-        unknown = np.isnan(values)
-        if not unknown.all():
-            return np.where(unknown, np.median(values[~unknown]), values)
-    return np.zeros_like(choices[0])
+def _filled(values: FloatArray, otherwise: FloatArray) -> FloatArray:
+    """What is unknown is the median of the rest, or as ``otherwise`` if nothing is known."""
+    unknown = np.isnan(values)
+    return otherwise if unknown.all() else np.where(unknown, np.median(values[~unknown]), values)

@@ -10,7 +10,7 @@ from enum import IntEnum
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -155,8 +155,8 @@ class Drawable:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it to a file in the format of its ending.
 
-        ``.html`` is a page to explore and ``.svg`` a picture. ``.csv`` and ``.json`` hold a plan as
-        ``read`` reads it; a timeline as a line for each action, or as ``read_timeline`` reads it.
+        ``.html`` is a page to explore and ``.svg`` a picture. ``.json`` holds a plan or a timeline
+        as ``read`` and ``read_timeline`` read it, and ``.csv`` a plan.
         """
         return render().save(self, path)
 
@@ -275,9 +275,7 @@ class Plan(Drawable):
 
     def has(self, *kinds: Kind) -> bool:
         """Whether any action is of one of these kinds."""
-        if "kinds" not in self.known:
-            self.known["kinds"] = set(np.unique(self.rows.kind).tolist())
-        return not cast(set[int], self.known["kinds"]).isdisjoint(kinds)
+        return bool(np.isin(self.rows.kind, kinds).any())
 
     def with_rows(self, rows_by_rank: Sequence[Rows], level: Level | None = None) -> Plan:
         """The same plan with other actions."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import tempfile
 import webbrowser
@@ -38,9 +36,10 @@ def _timelines(drawn: Drawn) -> Sequence[Timeline]:
 
 
 def save(drawn: Drawn, path: str | os.PathLike[str], *, width: float | None = None) -> Path:
-    """Write a plan or timelines to a file, whose ending says how: .html, .svg, .csv or .json.
+    """Write plans or timelines to a file, whose ending says how: .html, .svg or .json.
 
-    The last two hold a single plan or timeline. ``width`` is that of a picture, in pixels.
+    A .json file holds one of them, and a .csv file one plan. ``width`` is that of a picture, in
+    pixels.
     """
     path = check("path", path, Path)
     ending = path.suffix.lower()
@@ -48,40 +47,19 @@ def save(drawn: Drawn, path: str | os.PathLike[str], *, width: float | None = No
         write(drawn, path)
         return path
     timelines = _timelines(drawn)
-    if ending in (".csv", ".json") and len(timelines) != 1:
-        raise PlanFileError(path, "holds one timeline; draw several as .html or .svg")
-    if ending == ".json":
-        write_timeline(timelines[0], path)
-    elif ending == ".csv":
-        write_text(path, to_csv(timelines[0]))
+    if ending == ".html":
+        write_text(path, to_html(timelines))
     elif ending == ".svg":
         write_text(path, to_svg(timelines, width=width))
-    elif ending == ".html":
-        write_text(path, to_html(timelines))
+    elif ending != ".json":
+        raise PlanFileError(
+            path, f"ends in .html, .svg or .json, or .csv for a plan, not {ending!r}"
+        )
+    elif len(timelines) != 1:
+        raise PlanFileError(path, "holds one timeline; draw several as .html or .svg")
     else:
-        raise PlanFileError(path, f"ends in .html, .svg, .csv or .json, not in {ending!r}")
+        write_timeline(timelines[0], path)
     return path
-
-
-def to_csv(timeline: Timeline) -> str:
-    """A line for each action, for spreadsheets and data frames.
-
-    >>> from taktline.plan import build, simulate
-    >>> print(to_csv(simulate(build("1f1b", ranks=1, microbatches=1))).replace("\\r", ""))
-    rank,action,kind,stage,microbatch,start,end
-    0,0F0,F,0,0,0.0,1.0
-    0,0B0,B,0,0,1.0,3.0
-    <BLANKLINE>
-    """
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["rank", "action", "kind", "stage", "microbatch", "start", "end"])
-    for rank in range(timeline.plan.ranks):
-        for span in timeline.spans(rank):
-            action = span.action
-            which = [action.kind.name, action.stage, action.microbatch]
-            writer.writerow([rank, action, *which, span.start, span.end])
-    return text.getvalue()
 
 
 def show(drawn: Drawn) -> None:

@@ -123,9 +123,7 @@ def _sources(timeline: Timeline, item: IntArray, drawn: BoolArray) -> tuple[IntA
 
 
 def _numbers(values: FloatArray) -> list[float]:
-    different, which = np.unique(values, return_inverse=True)
-    short = [_number(value) for value in different.tolist()]
-    return [short[at] for at in which.tolist()]
+    return list(map(_number, values.tolist()))
 
 
 def _number(value: float) -> float:

@@ -274,27 +274,20 @@ def _legend(timelines: Sequence[Timeline], y: float, width: float) -> tuple[list
         len(t.plan.placement.stages_of(rank)) for t in timelines for rank in range(t.plan.ranks)
     )
     entries = [
-        (
-            f"{MEANINGS[kind]} ({kind.name})",
-            [shade(kind, chunk, 2) for chunk in range(min(chunks, 2))],
-        )
-        for kind in sorted(used & MEANINGS.keys())
+        (COLOURS[kind], f"{MEANINGS[kind]} ({kind.name})") for kind in sorted(used & COLOURS.keys())
     ]
-    entries.append(("idle", ["url(#idle)"]))
+    entries.append(("url(#idle)", "idle"))
     if chunks > 1:
-        entries.append(("lighter: a rank's later stages", []))
+        entries.append((shade(Kind.F, 1, 2), "lighter: a rank's later stages"))
     parts: list[str] = []
     x = LEFT
-    for text, fills in entries:
-        marks = 12 * len(fills) + 5 * bool(fills)
-        needed = marks + 5.2 * len(text)
-        if x > LEFT and x + needed > width - 8:
+    for fill, text in entries:
+        room = 35 + 5.2 * len(text)
+        if x > LEFT and x + room > width + 10:
             x, y = LEFT, y + 18
-        for at, fill in enumerate(fills):
-            mark = f"x='{x + 12 * at:g}' y='{y:g}' width='12' height='12' fill='{fill}'"
-            parts.append(f"<rect {mark}/>")
-        parts.append(f"<text x='{x + marks:g}' y='{y + 10:g}' fill='#333'>{text}</text>")
-        x += needed + 18
+        parts.append(f"<rect x='{x:g}' y='{y:g}' width='12' height='12' fill='{fill}'/>")
+        parts.append(f"<text x='{x + 17:g}' y='{y + 10:g}' fill='#333'>{text}</text>")
+        x += room
     return parts, y + 22
 
 

@@ -148,17 +148,6 @@ def test_wrong_numbers(arguments: Any, kind: type[Exception], message: str) -> N
         balance(*arguments[:2], **optional)
 
 
-def test_in_words() -> None:
-    cut = balance([1.5, 2.5, 1000.25], 2, memory=[1, 2, 3])
-    assert (cut.layers, cut.stages) == (3, 2)
-    assert str(cut).splitlines() == [
-        "3 layers in 2 stages, the largest 1,000.25",
-        "stage  layers      cost  memory",
-        "    0   0 – 1         4       3",
-        "    1       2  1,000.25       3",
-    ]
-
-
 def test_a_thousand_layers_of_numpy_numbers() -> None:
     random = np.random.default_rng(0)
     costs, memory = random.random(1000), random.integers(1, 2**30, 1000)

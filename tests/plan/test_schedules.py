@@ -16,7 +16,6 @@ from taktline.plan import (
     build,
     each_rank,
     find,
-    lower,
     names,
     register,
     simulate,
@@ -39,26 +38,6 @@ DRAWN = {
     "v_half": (4, 2, 4),
     "v_min": (4, 2, 4),
 }
-
-
-def stages_allowed(name: str) -> tuple[int, ...]:
-    fixed = find(name).stages_per_rank
-    return (1, 2, 3, 4) if fixed is None else (fixed,)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", names())
-def test_any_number_of_ranks_and_microbatches(name: str) -> None:
-    for ranks in (1, 2, 3, 4, 5, 8):
-        for microbatches in (1, 2, 3, 5, 7, 8, 12):
-            for stages_per_rank in stages_allowed(name):
-                plan = build(
-                    name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
-                )
-                numbers = (name, ranks, microbatches, stages_per_rank)
-                assert plan.stages == ranks * stages_per_rank, numbers
-                assert validate(plan) == (), numbers
-                assert validate(lower(plan)) == (), numbers
 
 
 def drawing(name: str) -> list[str]:

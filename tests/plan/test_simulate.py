@@ -114,44 +114,6 @@ def test_equals_brute_force(plan: Plan, data: st.DataObject) -> None:
             assert span.end == expected[action.stage, action.kind.name, action.microbatch]
 
 
-@given(st.data(), shapes(4, 6))
-def test_every_dependency_is_honoured(data: st.DataObject, plan: Plan) -> None:
-    timeline = simulate(plan, data.draw(costs(plan.stages)))
-    spans = {
-        (span.action.stage, span.action.kind.name, span.action.microbatch): span
-        for rank in range(plan.ranks)
-        for span in timeline.spans(rank)
-    }
-    rank_of, link = plan.placement.rank_of, timeline.costs.link
-    for (stage, kind, number), span in spans.items():
-        if kind not in "FBIW":
-            continue
-        if kind == "F":
-            neighbour = spans.get((stage - 1, "F", number))
-        elif kind == "W":
-            assert span.start >= spans[stage, "I", number].end
-            continue
-        else:
-            assert span.start >= spans[stage, "F", number].end
-            neighbour = spans.get((stage + 1, "B", number)) or spans.get((stage + 1, "I", number))
-        if neighbour is not None:
-            source = neighbour.action.stage
-            size = timeline.costs.of("message_bytes", plan.stages)[min(source, stage)]
-            crosses = rank_of[source] != rank_of[stage]
-            hop = (link.latency + float(size) / link.bandwidth) * crosses
-            assert span.start >= neighbour.end + hop
-
-
-@given(st.data(), shapes(4, 6))
-def test_ranks_do_one_thing_at_a_time(data: st.DataObject, plan: Plan) -> None:
-    timeline = simulate(plan, data.draw(costs(plan.stages)))
-    second = timeline.plan.rows.second_of_pair()
-    for rank in range(plan.ranks):
-        mine = slice(*timeline.plan.offsets[rank : rank + 2])
-        start, end = (column[mine][~second[mine]] for column in (timeline.start, timeline.end))
-        assert (start[1:] >= end[:-1]).all()
-
-
 @given(shapes())
 def test_lowering_does_not_change_the_times(plan: Plan) -> None:
     costs = Costs(forward=1.5, backward_input=1.25, backward_weight=0.5, link=Link(latency=0.25))
@@ -224,21 +186,6 @@ class TestTimeline:
             if before.rank == after.rank and before.start != after.start:
                 assert before.end <= after.start
         assert max(span.end for span in path) == timeline.makespan
-
-    def test_critical_path_with_communication_that_blocks(self) -> None:
-        plan = build("v_half", ranks=4, microbatches=9)
-        costs = Costs(link=Link(latency=0.75), comm_blocks=True)
-        path = simulate(plan, costs).critical_path()
-        assert any(span.action.kind.is_communication for span in path)
-        for before, after in pairwise(path):
-            assert after.start == before.end, (before, after)
-
-    def test_critical_path_goes_through_slow_links(self) -> None:
-        plan = lower(build("1f1b", ranks=2, microbatches=1))
-        path = simulate(plan, Costs(link=Link(latency=5.0))).critical_path()
-        assert [str(span.action) for span in path] == [
-            "0F0", "0SEND_F0", "1F0", "1B0", "1SEND_B0", "0B0",
-        ]  # fmt: skip
 
     def test_a_pair_counts_once(self) -> None:
         plan = Plan.from_actions([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]], Placement.linear(1))

@@ -47,12 +47,6 @@ def test_only_the_forward() -> None:
     )
 
 
-def test_the_factor_says_what_is_slow() -> None:
-    slow, work = timeline(pace=(1, 1.5, 1, 1)), COUNTED
-    assert stragglers([slow], work=work, factor=1.6) == []
-    assert {each.rank for each in stragglers([slow], work=work, factor=1.4)} == {1}
-
-
 def test_two_stages_on_a_rank() -> None:
     plan = build("zbv", ranks=2, microbatches=6)
     slow = simulate(plan, Costs(forward=(1, 3, 1, 1)))

@@ -379,17 +379,6 @@ def test_a_micro_batch_is_followed(plain: Viewer) -> None:
 
 
 @pytest.mark.processes
-def test_the_critical_path(plain: Viewer) -> None:
-    plain.press("c")
-    assert plain("critical()") == [critical(PLAIN)]
-    on, off = plain.where("3B4"), plain.where("1B4")
-    assert plain.pixel(on[0], on[1] - 14) == shade(Kind.B, 0, 1)
-    assert plain.pixel(off[0], off[1] - 14) != shade(Kind.B, 0, 1)
-    plain.page.click("#critical")
-    assert plain("critical()") == [0]
-
-
-@pytest.mark.processes
 def test_the_keyboard_goes_from_box_to_box(plain: Viewer) -> None:
     live = plain.page.locator("#live")
     plain.page.focus("#ask")

@@ -121,10 +121,3 @@ def test_several_timelines_are_several_processes() -> None:
     assert names == {0: "gpipe", 1: "1f1b"}
     ids = [event["id"] for event in found if event["ph"] == "s"]
     assert len(ids) == len(set(ids))
-
-
-def test_memory_is_a_counter() -> None:
-    found = events(simulate(build("1f1b", ranks=2, microbatches=4)).to_trace())
-    live = [e["args"]["live"] for e in found if e["name"] == "memory of rank 0"]
-    assert max(live) == 2
-    assert live[-1] == 0
