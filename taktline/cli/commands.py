@@ -198,7 +198,7 @@ def simulate(
     - `taktline simulate plan.csv --forward 1 --backward 1.1 --weight 0.9 --comm 0.05`
     - `taktline simulate zb_h1 -r 8 -m 24`
     """
-    timeline = times.simulate(target)
+    timeline, *_ = times.timelines([target], predict=True)
     if not json:
         _print_ranks(timeline, console(colour))
         return

@@ -61,21 +61,6 @@ class Size:
         microbatches = 8 if self.microbatches is None else self.microbatches
         return find(name).build(ranks, microbatches, self.stages_per_rank, most=_MOST)
 
-    def load(self, target: str) -> tuple[Plan, Costs | None]:
-        """The plan in a file or of a schedule, and the costs in the file."""
-        if _is_file(target):
-            if (self.ranks, self.stages_per_rank, self.microbatches) != (None, None, None):
-                raise ArgumentError(
-                    f"{target} is a file and has its own numbers; leave out --ranks, "
-                    "--stages-per-rank and --microbatches"
-                )
-            return read(target), read_costs(target)
-        try:
-            find(target)
-        except ScheduleError as error:
-            raise ScheduleError(f"{error}; a file's name ends in .csv or .json") from None
-        return self.build(target), None
-
 
 @dataclass(frozen=True, slots=True)
 class Times(Size):
@@ -112,11 +97,6 @@ class Times(Size):
         parts = {name: getattr(costs, name) / share for name in (*names, "activation")}
         return replace(costs, **parts)
 
-    def simulate(self, target: str) -> Timeline:
-        """The simulated timeline of a plan in a file, or of a schedule."""
-        plan, known = self.load(target)
-        return simulate(plan, self.costs(plan, known))
-
     def timelines(self, targets: Sequence[str], *, predict: bool) -> list[Timeline]:
         """The timelines in files, and simulated timelines of plans and schedules.
 
@@ -125,21 +105,35 @@ class Times(Size):
         """
         from rich.console import Console
 
+        own = (self.ranks, self.stages_per_rank, self.microbatches) == (None, None, None)
+        if not own and all(map(_is_file, targets)):
+            raise ArgumentError(
+                f"{targets[0]} is a file and has its own numbers; leave out --ranks, "
+                "--stages-per-rank and --microbatches"
+            )
         timelines: list[Timeline] = []
         with Console(stderr=True).status("simulating …") as status:
             for target in targets:
                 status.update(f"simulating {target} …")
-                if _is_file(target) and is_timeline(target):
-                    timeline = read_timeline(target)
-                    timelines += [simulate(timeline.plan, timeline.costs)] * predict + [timeline]
-                    continue
-                meant = self
-                if _is_file(target) and not all(map(_is_file, targets)):
-                    meant = replace(self, ranks=None, stages_per_rank=None, microbatches=None)
-                elif len(targets) > 1 and not _is_file(target) and find(target).stages_per_rank:
-                    meant = replace(self, stages_per_rank=None)
-                timelines.append(meant.simulate(target))
+                measured = known = None
+                if not _is_file(target):
+                    plan = self._build_beside(target, len(targets) - 1)
+                elif is_timeline(target):
+                    measured = read_timeline(target)
+                    plan, known = measured.plan, measured.costs
+                else:
+                    plan, known = read(target), read_costs(target)
+                if measured is None or predict:
+                    timelines.append(simulate(plan, self.costs(plan, known)))
+                timelines += [] if measured is None else [measured]
         return timelines
+
+    def _build_beside(self, name: str, others: int) -> Plan:
+        try:
+            fixed = find(name).stages_per_rank
+        except ScheduleError as error:
+            raise ScheduleError(f"{error}; a file's name ends in .csv or .json") from None
+        return (replace(self, stages_per_rank=None) if fixed and others else self).build(name)
 
 
 Predict = Annotated[

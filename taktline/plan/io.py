@@ -67,7 +67,7 @@ def read_costs(path: str | os.PathLike[str]) -> Costs | None:
     True
     """
     path = _path(path)
-    return _costs(_fields(path), path)
+    return _costs(_fields(path), path) if _is_json(path) else None
 
 
 def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = None) -> None:
@@ -131,7 +131,8 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
 
 def is_timeline(path: str | os.PathLike[str]) -> bool:
     """Whether a file holds a timeline, and not only a plan."""
-    return _fields(_path(path))["format"] == _TIMELINE_FORMAT
+    path = _path(path)
+    return _is_json(path) and _fields(path)["format"] == _TIMELINE_FORMAT
 
 
 def to_csv(plan: Plan) -> str:

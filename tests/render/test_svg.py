@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from taktline.cli.app import app
-from taktline.plan import Costs, Plan, build, lower, simulate
-from taktline.render.svg import LEFT, to_svg
+from taktline.plan import Costs, Plan, build, simulate
+from taktline.render.svg import LEFT
 from tests.plan.strategies import costs, shapes
 
 NS = "{http://www.w3.org/2000/svg}"
@@ -84,23 +84,6 @@ def test_the_legend_stays_inside_a_narrow_drawing() -> None:
     svg = simulate(build("dualpipev", ranks=2, microbatches=4)).to_svg(width=400)
     for rect in ElementTree.fromstring(svg).iter(f"{NS}rect"):
         assert float(rect.attrib.get("x", 0)) <= 400
-
-
-def test_several_share_one_axis() -> None:
-    plan = build("gpipe", ranks=1, microbatches=1)
-    fast, slow = (simulate(plan, Costs(forward=time)) for time in (1.0, 9.0))
-    root = ElementTree.fromstring(to_svg([fast, slow], width=1128))
-    widths = [
-        float(rect.attrib["width"])
-        for rect in root.iter(f"{NS}rect")
-        if (rect.findtext(f"{NS}title") or "").startswith("0F0")
-    ]
-    assert widths[1] == pytest.approx(9 * widths[0], rel=0.01)
-
-
-def test_messages_are_not_drawn_as_boxes() -> None:
-    plan = build("1f1b", ranks=2, microbatches=2)
-    assert boxes(simulate(lower(plan)).to_svg()) == boxes(simulate(plan).to_svg())
 
 
 def test_the_picture_in_the_readme_is_fresh(tmp_path: Path) -> None:

@@ -60,11 +60,6 @@ def test_a_huge_plan_stays_readable() -> None:
     assert text.endswith("… 36 ranks more")
 
 
-def test_print_uses_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "50")
-    assert max(map(len, str(build("gpipe", ranks=2, microbatches=8)).splitlines())) <= 50
-
-
 class TestChart:
     def lines(self, width: int = 100, name: str = "1f1b") -> list[str]:
         return chart([simulate(build(name, ranks=4, microbatches=8))], width).splitlines()
@@ -89,17 +84,6 @@ class TestChart:
         assert "0F0 0F1 0F2" in self.lines(200)[1].replace("─", "")
         assert "F0 F1 F2" in self.lines(120)[1].replace("─", "")
         assert set(self.lines(60)[1][9:]) <= set("FB─· ")
-
-    def test_several_share_one_axis(self) -> None:
-        half = Costs(forward=0.5, backward_input=0.5, backward_weight=0.5)
-        timelines = [
-            simulate(build("1f1b", ranks=2, microbatches=4)),
-            simulate(build("zbv", ranks=2, microbatches=4), half),
-        ]
-        lines = chart(timelines, 100).splitlines()
-        assert [line.partition(":")[0] for line in lines if "makespan" in line] == ["1f1b", "zbv"]
-        assert len(lines[1]) > len(lines[5])
-        assert lines[-1].split()[0] == "0"
 
     def test_a_measured_idle_plan_has_no_length(self) -> None:
         zero = Costs(forward=0.0, backward_input=0.0, backward_weight=0.0)
