@@ -72,19 +72,13 @@ class Rows:
     @classmethod
     def from_actions(cls, actions: Iterable[Action | Overlap]) -> Rows:
         """Columns from action objects."""
-        kinds: list[int] = []
-        stages: list[int] = []
-        microbatches: list[int] = []
-        joined: list[bool] = []
+        leaves: list[tuple[int, int, int, bool]] = []
         for action in actions:
             pair = (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
             for leaf in pair:
                 microbatch = -1 if leaf.microbatch is None else leaf.microbatch
-                kinds.append(leaf.kind)
-                stages.append(leaf.stage)
-                microbatches.append(microbatch)
-                joined.append(leaf is not pair[-1])
-        return cls.of(np.array(kinds, np.int8), stages, microbatches, joined)
+                leaves.append((leaf.kind, leaf.stage, microbatch, leaf is not pair[-1]))
+        return cls.of(*np.array(leaves, np.int64).reshape(-1, 4).T)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Rows]) -> Rows:

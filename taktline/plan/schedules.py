@@ -63,32 +63,23 @@ def play(phases: list[tuple[int, str]], stages: tuple[int, ...]) -> Rows:
     >>> " ".join(map(str, rows.actions()))
     '0F0 0F1 (0F2;3B0)OVERLAP_F_B 3I1 3W1'
     """
-    words = [(times, _words(pattern)) for times, pattern in phases if times > 0]
-    kind, chunk, joined = (
-        np.concatenate(
-            [np.tile([word[field] for word in pattern], times) for times, pattern in words]
-        )
-        for field in range(3)
-    )
-    microbatch = np.empty(len(kind), np.int64)
-    backward = np.isin(kind, (Kind.B, Kind.I))
-    for number in range(len(stages)):
-        of_chunk = chunk == number
-        for group in (kind == Kind.F, backward):
-            microbatch[of_chunk & group] = np.arange(np.count_nonzero(of_chunk & group))
-        started = microbatch[of_chunk & (kind == Kind.I)]
-        weights = of_chunk & (kind == Kind.W)
-        microbatch[weights] = started[: np.count_nonzero(weights)]
-    oldest = np.flatnonzero(chunk < 0)
-    halves = np.flatnonzero(kind == Kind.I)[: len(oldest)]
-    chunk[oldest], microbatch[oldest] = chunk[halves], microbatch[halves]
-    return Rows.of(kind, np.asarray(stages)[chunk], microbatch, joined)
-
-
-def _words(pattern: str) -> list[tuple[int, int, bool]]:
-    """``"F0&B1 W"`` → [(F, 0, joined), (B, 1, not joined), (W, -1, not joined)]."""
-    words = pattern.replace("&", "& ").split()
-    return [(Kind[word[0]], int(word[1:].rstrip("&") or -1), word[-1] == "&") for word in words]
+    begun = {kind: [0] * len(stages) for kind in (Kind.F, Kind.I)}
+    weights: list[tuple[int, int]] = []  # (chunk, micro-batch) of each W whose I has run
+    rows: list[tuple[Kind, int, int, bool]] = []
+    for times, pattern in phases:
+        for word in pattern.replace("&", "& ").split() * times:
+            kind, chunk = Kind[word[0]], int(word[1:].rstrip("&") or -1)
+            if kind is Kind.W:
+                oldest = next(at for at, (of, _) in enumerate(weights) if chunk in (of, -1))
+                chunk, microbatch = weights.pop(oldest)
+            else:
+                numbers = begun[Kind.F if kind is Kind.F else Kind.I]
+                microbatch = numbers[chunk]
+                numbers[chunk] += 1
+            if kind is Kind.I:
+                weights.append((chunk, microbatch))
+            rows.append((kind, stages[chunk], microbatch, word[-1] == "&"))
+    return Rows.of(*zip(*rows, strict=True))
 
 
 @register("forward_only", "inference", stages_per_rank=None)
