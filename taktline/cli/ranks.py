@@ -134,21 +134,17 @@ def launch(ranks: int, words: Sequence[str], patience: float) -> int:
         subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(ranks)
     ]
+    end = math.inf
     try:
-        return _wait(processes, patience)
+        while time.monotonic() < end and any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                end = min(end, time.monotonic() + patience)
+            time.sleep(_POLL)
+        return int(any(process.poll() != 0 for process in processes))
     finally:
         for process in processes:
             process.kill()
             process.wait()
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> int:
-    end = math.inf
-    while time.monotonic() < end and any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            end = min(end, time.monotonic() + patience)
-        time.sleep(_POLL)
-    return int(any(process.poll() != 0 for process in processes))
 
 
 def _free_port() -> int:

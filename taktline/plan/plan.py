@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
 from itertools import chain
@@ -47,21 +47,16 @@ class Placement:
 
     rank_of: tuple[int, ...]
     ranks: int
-    _held: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    """The stages of each rank."""
 
     def __post_init__(self) -> None:
         ranks = _count("ranks", self.ranks, MOST_RANKS)
         rank_of = _numbers(self.rank_of)
         _count("the number of stages", len(rank_of), MOST_STAGES)
-        held: list[list[int]] = [[] for _ in range(ranks)]
         for stage, rank in enumerate(rank_of):
             if not 0 <= rank < ranks:
                 raise PlanError(f"stage {stage} is placed on rank {rank} of {ranks}")
-            held[rank].append(stage)
-        fields = {"ranks": ranks, "rank_of": rank_of, "_held": tuple(map(tuple, held))}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "rank_of", rank_of)
 
     @classmethod
     def linear(cls, ranks: int) -> Placement:
@@ -101,14 +96,14 @@ class Placement:
         ('4 ranks × 2 stages', '3 stages on 2 ranks')
         """
         ranks = counted(self.ranks, "rank")
-        if len(set(map(len, self._held))) > 1:
+        if len(set(np.bincount(self.rank_of, minlength=self.ranks))) > 1:
             return f"{counted(self.stages, 'stage')} on {ranks}"
         return f"{ranks} × {counted(self.stages // self.ranks, 'stage')}"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in the order of the model."""
         self.require_rank(rank)
-        return self._held[rank]
+        return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
 
     def require_rank(self, rank: int) -> None:
         """Raise unless there is this rank."""
