@@ -109,9 +109,8 @@ def balance(
     needs = _exact("memory", [0] * layers if memory is None else memory, "layer", layers)
     if not isinstance(limits, Iterable):
         limits = [math.inf if limits is None else limits] * stages
-    most = math.ceil(sum(needs))  # as good as no limit
-    limits = [most if limit == math.inf else limit for limit in limits]
-    room = _exact("limits", limits, "stage", stages)
+    # What all layers need is as good as no limit.
+    room = _exact("limits", limits, "stage", stages, infinity=sum(needs, Fraction()))
     # Whole multiples of a unit are exact, and faster than fractions.
     costs_to = _in_whole_units(accumulate(sizes, initial=Fraction()))
     in_units = _in_whole_units([*accumulate(needs, initial=Fraction()), *room])
@@ -175,9 +174,14 @@ def _cheapest(
 
 
 def _exact(
-    name: str, values: Iterable[float], noun: str, count: int | None = None
+    name: str,
+    values: Iterable[float],
+    noun: str,
+    count: int | None = None,
+    *,
+    infinity: Fraction | None = None,
 ) -> list[Fraction]:
-    """Numbers from 0 up, one for each layer or stage."""
+    """Numbers from 0 up, one for each layer or stage; infinite ones, if allowed, as another."""
     takes = f"a list of numbers, one for each {noun}"
     given = check_list(name, values, takes=takes, error=CostError)
     if count is not None and len(given) != count:
@@ -186,6 +190,9 @@ def _exact(
         )
     numbers: list[Fraction] = []
     for at, value in enumerate(given):
+        if infinity is not None and isinstance(value, float) and value == math.inf:
+            numbers.append(infinity)
+            continue
         number = check(f"{name} of {noun} {at}", value, float, least=0, error=CostError)
         numbers.append(Fraction(int(value) if isinstance(value, Integral) else number))
     if sum(numbers) > sys.float_info.max:
