@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from taktline.checks import check, check_list, check_one_of, known_keywords, refuse
-from taktline.errors import PlanError
+from taktline.errors import CostError, PlanError
 from taktline.plan.action import Action, Kind
 from taktline.plan.costs import Costs
 from taktline.plan.deps import channels, needs
@@ -312,16 +312,18 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
 
 _LEAST = 0.01
 """The least that a straggler costs, as a share of the step; less is noise."""
-_PARTS = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I, Kind.W)}
+_PARTS = {
+    Kind.F: ("forward", (Kind.F,)),
+    Kind.B: ("backward", (Kind.B, Kind.I, Kind.W)),
+}
 """The halves of a backward count together: where nothing can be split, one has all the work."""
-_WORK = {Kind.F: "forward", Kind.B: "backward"}
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
     """A stage whose forward or backward is slow on its rank.
 
-    >>> print(Straggler(2, 5, Kind.F, 31.0, 1.8, (3, 0), "ms", "its work accounts for"))
+    >>> print(Straggler(2, 5, Kind.F, 31.0, 1.8, (3, 0), "ms"))
     rank 2 is slow: the forward of stage 5 takes 31 ms, 1.8 times what its work accounts for; ...
     """
 
@@ -336,26 +338,24 @@ class Straggler:
     microbatches: tuple[int, ...]
     """Those that took longest, the slowest first."""
     unit: str = ""
-    basis: str = "was expected"
 
     def __str__(self) -> str:
         what = "forward" if self.kind is Kind.F else "backward"
         time = f"{self.duration:.3g} {self.unit}".rstrip()
         return (
             f"rank {self.rank} is slow: the {what} of stage {self.stage} takes {time}, "
-            f"{self.factor:.1f} times what {self.basis}; slowest in micro-batches "
+            f"{self.factor:.1f} times what its work accounts for; slowest in micro-batches "
             f"{', '.join(map(str, self.microbatches))}"
         )
 
 
 def stragglers(
-    timelines: Sequence[Timeline], *, work: Costs | None = None, factor: float = 1.3
+    timelines: Sequence[Timeline], *, work: Costs | None, factor: float = 1.3
 ) -> list[Straggler]:
     """Stages that take at least ``factor`` times as long as expected, the worst first.
 
-    With ``work``, the stages' work in any unit, each stage is compared with the pace of the other
-    ranks. Without it, stages may differ in their work, so the last timeline is compared with the
-    ones before.
+    Each stage is compared with the pace of the other ranks: the time that they take for their
+    ``work``, which is in any unit.
 
     >>> from taktline.plan import build, simulate
     >>> plan = build("1f1b", ranks=3, microbatches=4)
@@ -365,30 +365,29 @@ def stragglers(
     """
     timelines = check_list("timelines", timelines, Timeline)
     factor = check("factor", factor, float, least=1)
+    if work is None:
+        raise CostError(
+            "the work of the stages is not known: pass it as work=, or give the Pipeline an "
+            "example, by which it counts it"
+        )
+    check("work", work, Costs)
     if not timelines:
         return []
     plan, unit = timelines[-1].plan, timelines[-1].costs.unit
     if any(timeline.plan.placement != plan.placement for timeline in timelines):
         raise PlanError("stragglers are found in timelines with the same stages on the same ranks")
-    basis, judged = "its work accounts for", timelines
-    if work is None:
-        basis, judged = "it took before", timelines[-1:]
-    least = _LEAST * float(np.median([timeline.makespan for timeline in judged]))
+    least = _LEAST * float(np.median([timeline.makespan for timeline in timelines]))
     found: list[Straggler] = []
-    for kind, kinds in _PARTS.items():
-        spent = _medians(judged, kinds, plan.stages)
-        if work is None:
-            expected = _medians(timelines[:-1], kinds, plan.stages)
-        else:
-            amount = check("work", work, Costs).of(_WORK[kind], plan.stages)
-            expected = _at_the_pace_of_others(plan, amount, spent)
+    for kind, (name, kinds) in _PARTS.items():
+        spent = known_medians(np.hstack([each.durations(*kinds) for each in timelines]), axis=1)
+        expected = _at_the_pace_of_others(plan, work.of(name, plan.stages), spent)
         lost = (spent - expected) * plan.microbatches
         slow = (expected > 0) & (spent >= factor * expected) & (lost >= least)
-        took = judged[-1].durations(*kinds)
+        took = timelines[-1].durations(*kinds)
         for at in np.flatnonzero(slow).tolist():
             slowest = np.argsort(-took[at], kind="stable")[:3].tolist()
             known = tuple(number for number in slowest if not np.isnan(took[at, number]))
-            facts = (float(spent[at]), float(spent[at] / expected[at]), known, unit, basis)
+            facts = (float(spent[at]), float(spent[at] / expected[at]), known, unit)
             found.append(Straggler(plan.placement.rank_of[at], at, kind, *facts))
     return sorted(found, key=lambda straggler: -straggler.factor)
 
@@ -398,9 +397,3 @@ def _at_the_pace_of_others(plan: Plan, amount: FloatArray, spent: FloatArray) ->
     pace = np.divide(spent, amount, out=np.full(plan.stages, np.nan), where=amount > 0)
     rank = np.array(plan.placement.rank_of)
     return amount * known_medians(np.where(rank[:, None] != rank, pace, np.nan), axis=1)
-
-
-def _medians(timelines: Sequence[Timeline], kinds: Sequence[Kind], stages: int) -> FloatArray:
-    """For each stage the median over all micro-batches, or nan."""
-    tables = [timeline.durations(*kinds) for timeline in timelines]
-    return known_medians(np.hstack([np.full((stages, 1), np.nan), *tables]), axis=1)

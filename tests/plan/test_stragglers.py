@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from taktline.errors import ArgumentError, PlanError
+from taktline.errors import ArgumentError, CostError, PlanError
 from taktline.plan import Costs, Kind, Timeline, build, simulate, stragglers
 
 WORK = (1.0, 2.0, 3.0, 2.0)
@@ -54,18 +54,6 @@ def test_two_stages_on_a_rank() -> None:
     assert (found.rank, found.stage, found.kind) == (1, 1, Kind.F)
 
 
-def test_without_work_against_the_steps_before() -> None:
-    before = [timeline() for _ in range(3)]
-    assert stragglers(before) == []
-    found = stragglers([*before, timeline(pace=(1, 1, 1, 1.5), forward=False)])
-    assert [str(each) for each in found] == [
-        "rank 3 is slow: the backward of stage 3 takes 6 ms, 1.5 times what it took before; "
-        "slowest in micro-batches 0, 1, 2"
-    ]
-    assert stragglers([timeline(pace=(9, 1, 1, 1))]) == []
-    assert stragglers([]) == []
-
-
 def test_the_slowest_micro_batches_come_first() -> None:
     slow = timeline(pace=(1, 2, 1, 1), backward=False)
     rows, end = slow.plan.rows, slow.end.copy()
@@ -89,9 +77,13 @@ def test_stages_without_work_and_one_rank_alone() -> None:
 
 
 def test_what_does_not_fit() -> None:
+    assert stragglers([], work=COUNTED) == []
+    other = simulate(build("1f1b", ranks=2, microbatches=2))
     with pytest.raises(PlanError, match="the same stages on the same ranks"):
-        stragglers([timeline(), simulate(build("1f1b", ranks=2, microbatches=2))])
+        stragglers([timeline(), other], work=COUNTED)
+    with pytest.raises(CostError, match="the work of the stages is not known: pass it as work="):
+        stragglers([timeline()], work=None)
     with pytest.raises(ArgumentError, match="factor must be"):
-        stragglers([timeline()], factor=0.5)
+        stragglers([timeline()], work=COUNTED, factor=0.5)
     with pytest.raises(ArgumentError, match=r"timelines\[0\] must be a Timeline"):
-        stragglers([1])  # pyright: ignore
+        stragglers([1], work=COUNTED)  # pyright: ignore
