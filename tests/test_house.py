@@ -37,7 +37,7 @@ BUDGETS = {
     "plan": 3_432,
     "stage": 1_783,
     "transport": 3_560,
-    "runtime": 5_806,
+    "runtime": 5_802,
     "train": 3_128,
     "checkpoint": 1_908,
     "render": 847,

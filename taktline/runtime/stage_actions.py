@@ -417,18 +417,14 @@ def seeded(key: tuple[int, int, int, int], device: torch.device) -> Iterator[Non
     """Inside, random numbers depend on the (seed, step, stage, micro-batch) alone."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1  # torch takes 63 bits
-    if device.type == "cpu":
-        before = torch.default_generator.get_state()
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type):
         torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(before)
-    else:
-        with torch.random.fork_rng(devices=[device], device_type=device.type), device:
-            torch.default_generator.manual_seed(seed)
-            torch.get_device_module(device).manual_seed(seed)
-            yield
+        for each in devices:
+            module = torch.get_device_module(each)
+            with module.device(each):
+                module.manual_seed(seed)
+        yield
 
 
 class Drawing:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import StageError, UseError
+from taktline.runtime.stage_actions import seeded
 from taktline.side_values import SideValues, side_values
 from tests.workers import Workers
 
@@ -53,6 +56,17 @@ def test_side_values_that_overlap_on_two_threads_leave_nothing_behind() -> None:
     with tl.collect_losses() as losses:
         assert in_thread(lambda: tl.add_loss(torch.tensor(1.0))) is None
     assert losses == []
+
+
+def test_a_seed_leaves_the_default_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did not: a seeded forward on a GPU made tensors there that name no device."""
+    seeds: list[int] = []
+    fake = SimpleNamespace(device=nullcontext, manual_seed=seeds.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: fake)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: nullcontext())
+    with seeded((1, 2, 3, 4), torch.device("cuda")):
+        assert torch.get_default_device() == torch.device("cpu")
+        assert seeds == [torch.initial_seed()]
 
 
 def test_a_plain_model_beside_a_pipeline_adds_nothing_to_it() -> None:
