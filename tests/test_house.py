@@ -43,7 +43,7 @@ BUDGETS = {
     "render": 847,
     "cli": 1_448,
     "compat": 2_253,
-    "split": 4_016,
+    "split": 3_757,
     "": 1_781,
 }
 """The most lines of each room, and of the files beside them; they may only become fewer."""
@@ -61,7 +61,7 @@ def test_every_room_has_a_budget() -> None:
     assert rooms == BUDGETS.keys() - {""}
 
 
-WALKS = {"cut": 14, "batch": 15, "save": 12, "error": 14}
+WALKS = {"cut": 10, "batch": 15, "save": 12, "error": 14}
 
 
 def test_walks_are_no_longer_than_before() -> None:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from taktline.checks import check, known_keywords
-from taktline.errors import PartitionError
+from taktline.device import keep_generators
+from taktline.errors import PartitionError, text_of
 from taktline.plan import Partition, balance
-from taktline.split.arguments import Call
-from taktline.split.by_names import as_call, stages_of, without_compiler
-from taktline.split.costs import Measure, measure_times
-from taktline.split.cut import Cut, Record, StepPlacement, starts_of
-from taktline.split.record import record_twice
+from taktline.side_values import SideValues
+from taktline.split.by_names import Pieces, as_call, stages_of, without_compiler
+from taktline.split.costs import OperationCounter
+from taktline.split.cut import StepPlacement, record_twice, starts_of
 from taktline.split.recorded_stage import CutModel
-from taktline.split.stages import Pieces
+from taktline.split.steps import Call, Cut, Record, Step, all_tensors, filled
 from taktline.split.without_data import EmptyModel, ancestors, joined
 from taktline.text import counted, table
 
+Measure: TypeAlias = Callable[[nn.Module, Record], Mapping[Cut, float]]
+"""Returns the time of each call of a unit of a model, in milliseconds."""
 _MATTERS = 10
 """A row counts if it has at least a tenth of the parameters of the largest one."""
 _OFTEN = 64
@@ -85,10 +90,15 @@ def divide(
         else:
             groups.append([cut])
     if len(groups) < n:
-        raise _too_many_stages(model, n, list(record.costs), obstacles)
+        why = [f"; no stage can begin with {cut!r}: {why}" for cut, why in obstacles.items()]
+        raise PartitionError(
+            f"{type(model).__name__} cannot be cut into {n} stages, but into "
+            f"{counted(len(groups), 'stage')} or fewer: its forward calls "
+            f"{counted(len(record.costs), 'layer')}{''.join(why[:1])}"
+        )
     costs: Mapping[Cut, float] = record.costs
     if measure is not None:
-        times = measure(model, {cut.unit for cut in costs}, call)
+        times = measure(model, record)
         costs = {cut: times.get(cut, 0.0) for cut in costs}
     memory = {
         cut: sum(t.nbytes for t in (*unit.parameters(), *unit.buffers()))
@@ -107,26 +117,6 @@ def divide(
         replace(partition, stage_memory=tuple(once)), ("", *map(str, cuts)), unit
     )
     return pieces
-
-
-def _too_many_stages(
-    model: nn.Module, n: int, layers: Sequence[Cut], obstacles: Mapping[Cut, str]
-) -> PartitionError:
-    """The error for more stages than there are layers with which one can begin."""
-    most, why = len(layers) - len(obstacles), ""
-    for first, reason in list(obstacles.items())[:1]:
-        others = _listed(list(obstacles))
-        why = f"; no stage can begin with {others} (with {first!r}: {reason})"
-    would_do = f"{most} stages or fewer" if most > 1 else "1 stage"
-    return PartitionError(
-        f"{type(model).__name__} cannot be cut into {n} stages, but into {would_do}: its forward "
-        f"calls {counted(len(layers), 'layer')} ({_listed(layers)}){why}"
-    )
-
-
-def _listed(cuts: Sequence[Cut]) -> str:
-    few = [repr(cut) for cut in cuts]
-    return ", ".join(few if len(few) < 6 else [*few[:3], "…", few[-1]])
 
 
 def record_layers(model: nn.Module, call: Call) -> tuple[EmptyModel, Record]:
@@ -176,7 +166,7 @@ def _opened(model: nn.Module, reused: Collection[str], idle: Collection[str] = (
                 if _is_row(child) and joined(parent, key) not in path:
                     opened[joined(parent, key)] = None
     firsts = [joined(name, next(iter(model.get_submodule(name)._modules))) for name in opened]
-    return EmptyModel(model, [Cut(name) for name in (*firsts, *reused)])
+    return EmptyModel(model, [Cut(name) for name in (*firsts, *reused)], counter=OperationCounter)
 
 
 def _find_reused(model: nn.Module, seen: Record) -> list[str]:
@@ -212,7 +202,8 @@ def _rows(model: nn.Module, idle: Collection[str] = ()) -> list[str]:
         if _is_row(module) and not any(name == row or _inside(name, row) for row in idle)
     }
     sizes = {name: size for name, row in rows.items() if (size := _count(row))}
-    repeating = [name for name in sizes if _repeats(rows[name])]
+    kinds = {name: Counter(type(x) for x in rows[name].children() if _count(x)) for name in sizes}
+    repeating = [name for name in sizes if max(kinds[name].values()) > 1]
     # A row inside of a layer, such as the experts of a block, does not count.
     outer = [name for name in repeating if not any(_inside(name, other) for other in repeating)]
     if not outer:
@@ -243,11 +234,6 @@ def _is_row(module: nn.Module) -> bool:
     return isinstance(module, kinds) and len(module._modules) > 1
 
 
-def _repeats(row: nn.Module) -> bool:
-    kinds = Counter(type(layer) for layer in row.children() if _count(layer))
-    return max(kinds.values(), default=0) > 1
-
-
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -275,3 +261,81 @@ class Division:
 
 def _text(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:,.3g}"
+
+
+# The time that layers take
+
+_RUNS = (5, 20)
+"""The fewest and the most runs of a call; of a quick one there are more."""
+_ENOUGH = 20.0
+"""The milliseconds after which there need not be more."""
+_clock = time.perf_counter
+
+
+def measure_times(
+    model: nn.Module, record: Record, device: torch.device | None = None
+) -> dict[Cut, float]:
+    """The time of each call of a unit, forward and backward, in milliseconds.
+
+    Copies of the units run, one at a time, on ``device``, with arguments as in the record: random
+    floats, and zeros. So the model need not fit there, and stays as it is.
+    """
+    here = next((part.device for part in model.parameters()), torch.device("cpu"))
+    device = device or (torch.device("cpu") if here.type == "meta" else here)
+    try:
+        with keep_generators([here, device]):
+            return {
+                Cut(step.target, step.call): _time(model, step, device)
+                for step in record.steps
+                if step.kind == "unit"
+            }
+    except Exception as error:  # the model's code may raise anything
+        raise PartitionError(
+            f"the layers of {type(model).__name__} cannot be measured: {type(error).__name__}: "
+            f"{text_of(error)}; leave out measure=True, or say where to cut"
+        ) from error
+
+
+def _time(model: nn.Module, step: Step, device: torch.device) -> float:
+    """The shortest time of a call of a unit, in a few runs after one to warm up."""
+    unit = model.get_submodule(step.target)
+    tensors = (*unit.parameters(), *unit.buffers())
+    made = copy.deepcopy(unit, {id(part): _there(part, device) for part in tensors})
+    kinds = {value: value.absent for value in step.reads}
+    empty = {v: torch.empty(a.shape, dtype=a.dtype, device="meta") for v, a in kinds.items()}
+    given: dict[Any, Any] = {s: model.get_parameter(s.name) for s in step.states if s.is_parameter}
+    given |= {s: model.get_buffer(s.name) for s in step.states if not s.is_parameter} | empty
+    took: list[float] = []
+    fewest, most = _RUNS
+    while len(took) <= fewest or (len(took) <= most and sum(took[1:]) < _ENOUGH):
+        values = {key: _there(part, device) for key, part in given.items()}
+        for value in values.values():
+            value.requires_grad_(value.is_floating_point() or value.is_complex())
+        args, kwargs = filled((step.args, step.kwargs), {k: v.clone() for k, v in values.items()})
+        with SideValues(0, {}), torch.enable_grad():
+            start = _now(device)
+            output = made(*args, **kwargs)
+            parts = [part for part in all_tensors(output) if part.requires_grad]
+            if parts:
+                torch.autograd.backward(parts, [torch.ones_like(part) for part in parts])
+            took.append(_now(device) - start)
+    return min(took[1:])
+
+
+def _there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a device, with random floats, or zeros of other types, if there are no values."""
+    if not tensor.is_meta:
+        made = tensor.detach().to(device, copy=True)
+    else:
+        made = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+        if made.is_floating_point():
+            made.normal_(0, 0.1)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+
+
+def _now(device: torch.device) -> float:
+    """The time in milliseconds, once the device has done its work."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    return 1e3 * _clock()

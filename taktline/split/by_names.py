@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from taktline.checks import check, check_list, known_keywords, refuse
+from taktline.checks import check, check_list, known_keywords, refuse, shown
 from taktline.errors import PartitionError
-from taktline.split.arguments import (
+from taktline.meta import as_arguments
+from taktline.split.cut import record_twice
+from taktline.split.on_meta import materialise
+from taktline.split.recorded_stage import CutModel, RecordedStage, StageProgram, key_of_kind
+from taktline.split.steps import (
     Call,
+    Cut,
+    Record,
     arguments_of,
     arguments_of_forward,
     device_of,
@@ -23,13 +30,10 @@ from taktline.split.arguments import (
     without_cache,
     without_padding,
 )
-from taktline.split.cut import Cut, Record
-from taktline.split.record import record_twice
-from taktline.split.recorded_stage import CutModel, StageProgram, key_of_kind, make_stage
-from taktline.split.stages import Pieces
 from taktline.split.without_data import EmptyModel
-from taktline.stage.names import unwrapped
-from taktline.text import did_you_mean
+from taktline.stage import PipelineStage
+from taktline.stage.names import Tie, attach, blueprint, declare, find_ties, unwrapped
+from taktline.text import counted, did_you_mean
 
 _log = logging.getLogger("taktline")
 _CUTS = "a list of names of submodules"
@@ -217,3 +221,139 @@ def _homes_by_definition(cut: CutModel) -> dict[str, frozenset[int]]:
     for name in cut.empty.own:
         homes[name] = frozenset({0} if name in cut.empty.parameters else range(cut.stages))
     return homes
+
+
+# The stages of a model, however it was cut
+
+
+def make_stage(model: nn.Module, cut: CutModel, stage: int) -> RecordedStage:
+    """The module of a stage, with the modules and tensors of the model that it has."""
+    made = RecordedStage(cut, stage)
+    made.training = model.training
+    units = cut.empty.modules
+    for name in (n for n in dict.fromkeys((*units, *cut.homes)) if stage in cut.homes[n]):
+        path, _, key = name.rpartition(".")
+        source, holder = model.get_submodule(path), _holder(model, made, path)
+        if name in units:
+            holder._modules[key] = source._modules[key]
+        elif key in source._buffers:
+            persistent = key not in source._non_persistent_buffers_set
+            holder.register_buffer(key, source._buffers[key], persistent)
+        else:
+            holder._parameters[key] = source._parameters[key]
+    for module in made.modules():
+        for key, tensor in module._parameters.items():
+            if made._lead is None and tensor is not None and tensor.is_floating_point():
+                made._lead = module._parameters, key, tensor.dtype
+    return made
+
+
+def _holder(model: nn.Module, made: nn.Module, path: str) -> nn.Module:
+    """The module at a path in a stage: a list or dict, or one that only holds others."""
+    holder: Any = made
+    source: Any = model
+    for key in path.split(".") if path else ():
+        source = source._modules[key]
+        if key not in holder._modules:
+            kinds = (nn.ModuleList, nn.ModuleDict, nn.Module)
+            holder._modules[key] = next(kind for kind in kinds if isinstance(source, kind))()
+            holder._modules[key].training = source.training
+        holder = holder._modules[key]
+    return holder
+
+
+class Pieces(Sequence[nn.Module]):
+    """The stages of a model, in order. Calling them runs one after the other.
+
+    A parameter that is one object in several stages becomes a :class:`Tie`, which schedules find in
+    the modules.
+
+    >>> embed, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    >>> head.weight = embed.weight
+    >>> pieces = by_hand([embed, nn.Linear(4, 4), head])
+    >>> pieces
+    Pieces(3 stages: 32, 20, 32 parameters; tied: weight of stage 0 = weight of stage 2)
+    >>> pieces(torch.tensor([1, 2])).shape
+    torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        *,
+        cuts: Iterable[str] = (),
+        model: nn.Module | None = None,
+    ) -> None:
+        """``cuts`` are the names at which ``model`` was cut into these, if it was."""
+        self._modules = tuple(check_list("modules", modules, error=PartitionError))
+        if not self._modules:
+            raise PartitionError("a model without stages: pass at least one")
+        for stage, module in enumerate(self._modules):
+            if not isinstance(module, nn.Module):
+                raise PartitionError(f"stage {stage} is {shown(module)}, not an nn.Module")
+        self.division: object = None
+        """The costs of the stages, if they decided where to cut."""
+        self.ties: tuple[Tie, ...] = find_ties(self._modules)
+        for module in self._modules:
+            declare(module, self.ties)
+        attach(self._modules, blueprint(dict(enumerate(self._modules)), cuts, model))
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self._modules)
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """The module of one stage."""
+        return self._modules[require_stage(stage_idx, self.num_stages)]
+
+    def build_stage(
+        self, stage_index: int, device: torch.device, group: ProcessGroup | None = None
+    ) -> PipelineStage:
+        """A stage to run in a schedule; its module is moved to a device, or materialised there."""
+        module = materialise(self.get_stage_module(stage_index), device)
+        return PipelineStage(module, stage_index, self.num_stages, device, group=group)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages; returns the output of the model."""
+        value = self._modules[0](*args, **kwargs)
+        for module in self._modules[1:]:
+            value = module(*as_arguments(value))
+        return value
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[nn.Module]: ...
+    def __getitem__(self, index: int | slice) -> nn.Module | Sequence[nn.Module]:
+        return self._modules[index]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules)
+
+    def __repr__(self) -> str:
+        counts = (sum(p.numel() for p in module.parameters()) for module in self._modules)
+        listed = ", ".join(f"{count:,}" for count in counts)
+        ties = [*map(str, self.ties[:3]), *(["…"] if len(self.ties) > 3 else [])]
+        tied = f"; tied: {', '.join(ties)}" if ties else ""
+        return f"Pieces({counted(self.num_stages, 'stage')}: {listed} parameters{tied})"
+
+    def __str__(self) -> str:
+        return repr(self) if self.division is None else f"{self!r}\n{self.division}"
+
+
+def require_stage(stage: int, count: int) -> int:
+    """The number of a stage; raises if there is no such stage."""
+    if not 0 <= check("stage_idx", stage, int) < count:
+        raise PartitionError(
+            f"there is no stage {shown(stage)}: stages are numbered from 0 to {count - 1}"
+        )
+    return stage
+
+
+def by_hand(modules: Iterable[nn.Module]) -> Pieces:
+    """Take modules as the stages of a model."""
+    return Pieces(modules)

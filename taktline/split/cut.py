@@ -1,200 +1,338 @@
-"""What a recorded forward consists of, and how it is cut: which stage runs what, what crosses.
-
-What depends on the arguments of the model alone is *free*: each stage that needs it computes it by
-itself. Everything else runs once, on the stage in which the forward has got to it::
-
-    steps      mask = …   x = embed(…)   x = layers.0(x, mask)  ║  x = layers.1(x, mask)   norm(x)
-               free       stage 0        stage 0                ║  stage 1                 stage 1
-    stage 1 computes mask again, and x crosses
-"""
+"""Records a forward twice, refuses what differs, and decides which stage runs which step."""
 
 from __future__ import annotations
 
+import inspect
+import logging
+import random
+import sys
+import threading
 from bisect import bisect
-from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise, zip_longest
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as torch_checkpoint
 
-from taktline.errors import PartitionError
-from taktline.split.arguments import Path, State, Value, parts_in
+from taktline import pytree
+from taktline.errors import PartitionError, TorchVersionError
+from taktline.private import private
+from taktline.side_values import SideValues, add_loss
+from taktline.split.recorder import OWN_OF_MODULES, Recorder
+from taktline.split.steps import (
+    Call,
+    Cut,
+    Record,
+    State,
+    Step,
+    Value,
+    device_of,
+    filled,
+    mapped,
+    parts_in,
+    walk,
+)
+from taktline.split.without_data import EmptyModel, Fakes, has_data, joined, replaced
 
 
-class Cut(NamedTuple):
-    """A call of a submodule with which a stage begins.
+def record_twice(
+    empty: EmptyModel,
+    call: Call,
+    computes_in: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Record:
+    """The record of a call; raises if no two records are alike.
 
-    >>> Cut.read("encoder.layer@3", ["encoder.layer"])
-    'encoder.layer@3'
+    One is enough if its steps are those of lines that two others have shown, for another kind.
+    ``device`` is where it runs if no argument says so; ``computes_in`` is the type of FSDP.
     """
-
-    unit: str
-    call: int = 0
-    """Which call of the submodule, from 0 up."""
-
-    @classmethod
-    def read(cls, text: str, names: Container[str]) -> Cut:
-        """Parse a cut; ``names`` are the submodules, whose names may contain an @."""
-        unit, _, call = text.rpartition("@")
-        if text in names or not (unit and call.isdecimal()):
-            return cls(text)
-        return cls(unit, int(call))
-
-    def __str__(self) -> str:
-        return f"{self.unit}@{self.call}" if self.call else self.unit
-
-    def __repr__(self) -> str:
-        return repr(str(self))
-
-
-class StepKind(Enum):
-    """What a step does."""
-
-    UNIT = "unit"
-    """Calls a submodule."""
-    CALL = "call"
-    """Calls a function."""
-    READ = "read"
-    """Reads numbers from tensors; they must be those that were recorded."""
+    device = device or device_of(call)
+    device = torch.device("cpu") if device.type == "meta" else device
+    difference, alike, last, zeros = "", 0, None, True
+    for attempt in range(5):
+        with _seeded(attempt, device) as has_drawn:
+            fakes = Fakes(device, computes_in, attempt % 2 if zeros else 1, empty.counter)
+            try:
+                made, change = _record(empty, call, device, fakes)
+            except Exception as error:
+                if attempt or isinstance(error, PartitionError):
+                    raise
+                zeros = False  # some units cannot run on them
+                continue
+            wanted = 3 if has_drawn() else 1  # a choice may be the same by chance
+        lines = hash(tuple((step.kind, step.line) for step in made.steps))
+        if last is not None:
+            difference = change or _difference(last, made)
+            alike = 0 if difference else alike + 1
+        if alike >= wanted or (wanted == 1 and not change and lines in empty.seen):
+            empty.seen.add(lines)
+            return made
+        if attempt > 1 and not alike:  # a first call may fill a cache of the model
+            break
+        last = made
+    raise PartitionError(difference)
 
 
-_SETTINGS: list[tuple[Any, Any]] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-]
-"""What a forward may set for a part of it: how to ask, and how to set it."""
+def _difference(one: Record, other: Record) -> str:
+    """The first step in which two records differ; empty if they are alike."""
+    line = ""
+    for first, second in zip_longest(one.steps, other.steps):
+        if first and second and _summary(first) == _summary(second):
+            continue
+        if first and second and first.kind == second.kind == "read" and first.line == second.line:
+            return str(first.differs(second.found))
+        if first and second and first.is_made_up:
+            return (
+                f"{first.target!r} ({first.line}) returns other numbers, or tensors of other "
+                "sizes, with other data, on which the forward may depend; return a tensor of one "
+                "size, and mark in it what does not count"
+            )
+        line = (second or first).line
+        break
+    if not line and _comparable(one.result) != _comparable(other.result):
+        line = "the output of the forward"
+    return line and (
+        f"{line} does something else in each call: it depends on a number that Python, numpy or a "
+        "generator of its own has drawn, or on the time; draw numbers with torch, such as "
+        "torch.rand(()), or move it into a submodule that one stage runs"
+    )
 
 
-class Modes(NamedTuple):
-    """The modes of torch in which a step runs."""
+def _summary(step: Step) -> tuple[Any, ...]:
+    """All of a step that must repeat."""
+    target = step.target if step.kind == "unit" else type(step.target)
+    name = getattr(step.target, "__qualname__", None) or str(target)
+    modes = (step.kind, step.modes, step.region, step.draws, len(step.writes))
+    returned = [value.absent.shape for value in step.places], step.constants
+    return (name, modes, returned, _comparable((step.args, step.kwargs, step.found)))
 
-    grad: bool
-    autocast: tuple[tuple[str, torch.dtype | None], ...]
-    """For each type of device the type in which autocast computes; None if it is off."""
-    settings: tuple[Any, ...]
 
-    @classmethod
-    def now(cls, devices: tuple[str, ...]) -> Modes:
-        """The modes of this thread, for some types of devices."""
-        autocast = [
-            (each, torch.get_autocast_dtype(each) if torch.is_autocast_enabled(each) else None)
-            for each in devices
-        ]
-        settings = tuple([ask() for ask, _ in _SETTINGS])
-        return cls(torch.is_grad_enabled(), tuple(autocast), settings)
+def _comparable(nested: Any) -> list[Any]:
+    """The containers and constants in a nested value or a template, with the data of tensors."""
+    return [(path, _comparable_leaf(part)) for path, part in walk(nested)]
 
-    @contextmanager
-    def instead_of(self, outer: Modes) -> Iterator[None]:
-        """Let these be the modes, where they differ from those outside."""
-        with ExitStack() as stack:
-            if self.grad != outer.grad:
-                stack.enter_context(torch.set_grad_enabled(self.grad))
-            pairs = zip(_SETTINGS, self.settings, outer.settings, strict=True)
-            for (ask, change), setting, before in pairs:
-                if setting != before:
-                    stack.callback(change, ask())
-                    change(setting)
-            for (device, dtype), (_, before) in zip(self.autocast, outer.autocast, strict=True):
-                if dtype != before:
-                    stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+
+_PLAIN = (bool, int, float, str, type, type(None), torch.dtype, torch.device, slice, Enum)
+
+
+def _comparable_leaf(part: Any) -> Any:
+    if isinstance(part, torch.Tensor) and has_data([part]):
+        return part.shape, repr(part.to_dense().tolist())
+    if isinstance(part, (Value, State)):
+        return part.number if isinstance(part, Value) else part.names
+    return repr(part) if isinstance(part, (*_PLAIN, pytree.TreeSpec)) else type(part)
+
+
+_EDGES = (64, 316513203)
+"""Words of the state of a generator that let it draw numbers near 0, and near 1."""
+
+
+@contextmanager
+def _seeded(attempt: int, device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Let torch, Python and numpy draw numbers near 0, near 1, near 0 again, and then random ones.
+
+    Also tells whether Python or numpy has drawn any. Afterwards, the generators are as before.
+    """
+    numpy, before = sys.modules.get("numpy"), random.getstate()
+    numpy_before = numpy.random.get_state() if numpy else None
+    version, words, _ = random.Random(attempt).getstate()
+    edge = [_EDGES[attempt % 2]] * (200 if attempt < 3 else 0)
+    words = (*edge, *words[len(edge) : -1])
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        if device.type == "cuda":
+            torch.cuda.manual_seed(attempt)
+        state = torch.default_generator.manual_seed(attempt).get_state()
+        if len(state) == 5056:  # that of torch 2: a header, and the same words
+            state[8:12].view(torch.int32).fill_(len(words))
+            state[16:24].zero_()
+            state[24 : 24 + 8 * len(words)].view(torch.int64).copy_(torch.tensor(words))
+            torch.set_rng_state(state)
+        random.setstate((version, (*words, 0), None))
+        if numpy:
+            numpy.random.set_state(("MT19937", words, 0))
+        try:
+            yield (
+                lambda: (
+                    random.getstate()[1][-1] != 0
+                    or bool(numpy and numpy.random.get_state(legacy=True)[2] != 0)
+                )
+            )
+        finally:
+            random.setstate(before)
+            if numpy:
+                numpy.random.set_state(numpy_before)
+
+
+# One run of a forward, and what is replaced meanwhile
+
+_lock = threading.RLock()  # functions of torch are replaced meanwhile
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_generator = private(
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator", "", otherwise=None
+)
+recording = SimpleNamespace(recorder=None)  # the one at work
+
+
+def _record(
+    empty: EmptyModel, call: Call, device: torch.device, fakes: Fakes
+) -> tuple[Record, str]:
+    """Run the forward of a model once; also tells what it has changed in the model."""
+    with _lock, torch.compiler.set_stance("force_eager"), empty.filled(fakes.own):
+        recorder = Recorder(empty, fakes, tuple(dict.fromkeys(("cpu", device.type))))
+        made, before = recorder.record, _kept(empty)
+        args, kwargs = filled(mapped(call, fakes.fresh), {})
+        made.given = mapped(
+            (args, kwargs), lambda tensor: recorder.value(tensor, "an argument of the model")
+        )
+        try:
+            with _patched(recorder, empty.model), recorder:
+                output = empty.model(*args, **kwargs)
+            recorder.require_same_draws()
+            if recorder.refusal is not None:
+                raise recorder.refusal
+        except PartitionError:
+            raise
+        except Exception as error:
+            if recorder.refusal is not None:
+                raise recorder.refusal from error
+            error.add_note(
+                f"Taktline ran the forward of {empty.kind.__name__} without data, to record its "
+                "steps"
+            )
+            raise
+        finally:
+            for generator, state in recorder.generators.values():
+                generator.set_state(state)
+        made.result = mapped(output, recorder.reference)
+        return made, _changes(empty, recorder, before)
+
+
+def _kept(empty: EmptyModel) -> dict[str, Any]:
+    """What modules that are in no unit have in attributes and buffers, by name."""
+    inside = {id(part) for unit in empty.modules.values() for part in unit.modules()}
+    return {
+        joined(name, ".".join(str(key) for _, key in path)): part
+        for name, module in empty.model.named_modules()
+        if id(module) not in inside
+        for each, value in (*vars(module).items(), *module._buffers.items())
+        if each not in OWN_OF_MODULES
+        for path, part in walk(value, ((True, each),))
+    }
+
+
+def _changes(empty: EmptyModel, recorder: Recorder, before: dict[str, Any]) -> str:
+    """What the forward has changed in the model; raises if it has used a tensor and replaced it."""
+    after, changed = _kept(empty), ""
+    used = {name for s in recorder.record.steps for state in s.states for name in state.names}
+    for name, part in before.items():
+        if isinstance(part, torch.Tensor):
+            is_used = name in used or id(part) in recorder.constants
+            if is_used and after.get(name) is not part:
+                raise PartitionError(
+                    f"the forward of {empty.kind.__name__} uses its attribute {name!r}, and sets "
+                    "it for the next call, which stages cannot follow; keep it in a buffer, and "
+                    "change it in place, with copy_()"
+                )
+        elif name not in after or _comparable_leaf(part) != _comparable_leaf(after[name]):
+            changed = changed or name
+    changed = changed or next((name for name in after if name not in before), "")
+    return changed and (
+        f"the forward of {empty.kind.__name__} changes its attribute {changed!r} in each call, "
+        "which stages cannot follow; keep what changes in a buffer, and change it in place, or in "
+        "a submodule that one stage runs"
+    )
+
+
+@contextmanager
+def _patched(recorder: Recorder, model: nn.Module) -> Iterator[None]:
+    """Let calls of modules, functions of autograd, checkpoints and skips come to a recorder."""
+    if _generator is None:
+        raise TorchVersionError(f"cutting a model needs a torch that has {_GENERATOR}")
+    function, checkpoints = torch.autograd.Function, vars(torch_checkpoint)
+    generator = next(n for n in (f"{_GENERATOR}_impl", _GENERATOR) if n in checkpoints)
+    before_region = checkpoints[generator]
+    before_apply = inspect.getattr_static(function, "apply")
+    before_saving = saved_tensors_hooks.__enter__
+
+    def calling(before: Any) -> Any:
+        return lambda self, *args, **kwargs: recorder.module(self, before, args, kwargs)
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_recording and kind is torch_checkpoint.CheckpointFunction:
+            run, _, *given = args
+            with recorder.region():
+                return run(*given)
+        return recorder.function(before_apply.__get__(None, kind), args, kwargs)
+
+    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if not recorder.is_recording:
+            yield from before_region(*args, **kwargs)
+            return
+        with recorder.region():
             yield
 
+    def saving(self: Any) -> None:
+        if recorder.is_recording:
+            recorder.refuse(
+                "lets autograd save other tensors (saved_tensors_hooks, save_on_cpu), which its "
+                "stages would not do; use it inside of a submodule"
+            )
+        before_saving(self)
 
-class CheckpointRegion(NamedTuple):
-    """A checkpointed part of the forward."""
-
-    number: int
-    preserves_rng: bool
-
-
-class Place(NamedTuple):
-    """Where a step leaves a tensor: a path from a root."""
-
-    path: Path
-    root: Literal["output", "arguments", "attributes", "inner output"] = "output"
-    module: str = ""
-    """The module inside of the unit, for the last two roots."""
-    call: int = 0
-    """Which call of that module inside of the unit."""
-
-
-@dataclass(eq=False, slots=True)
-class Step:
-    """One step of the forward."""
-
-    kind: StepKind
-    target: Any
-    """A function, or the name of a unit."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    modes: Modes
-    line: str
-    """Where the user's code does this."""
-    region: tuple[CheckpointRegion, ...]
-    """The checkpoints around it, from the outermost on."""
-    places: dict[Value, Place] = field(default_factory=dict)
-    """Where the tensors are that it makes."""
-    constants: list[tuple[Path, Any]] = field(default_factory=list)
-    """The numbers, texts and None in the output of a unit."""
-    found: Any = None
-    """What a read has found."""
-    is_guard: bool = False
-    """Whether a read asks for data of arguments alone."""
-    writes: frozenset[int] = frozenset()
-    """The memory that it changes."""
-    draws: bool = False
-    """Whether it must run once alone: it draws random numbers, or has side effects."""
-    call: int = 0
-    """Of a unit: which call of it."""
-
-    @property
-    def reads(self) -> list[Value]:
-        """The values that it needs."""
-        return parts_in((self.args, self.kwargs), Value)
-
-    @property
-    def states(self) -> list[State]:
-        """The parameters and buffers that it needs."""
-        return parts_in((self.args, self.kwargs), State)
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # of what cannot run without data
+    with ExitStack() as stack:
+        for kind in (kind for kind in kinds if "__call__" in vars(kind)):
+            stack.enter_context(replaced(kind, __call__=calling(vars(kind)["__call__"])))
+        stack.enter_context(replaced(saved_tensors_hooks, __enter__=saving))
+        stack.enter_context(replaced(function, apply=classmethod(apply)))
+        stack.enter_context(replaced(torch_checkpoint, **{generator: region}))
+        stack.enter_context(replaced(log, disabled=True))
+        stack.enter_context(_RecordedValues(recorder))
+        stack.enter_context(replaced(recording, recorder=recorder))
+        yield
 
 
-@dataclass(eq=False)
-class Record:
-    """A forward that was recorded once."""
+class _RecordedValues(SideValues):
+    """The side values of a forward that is recorded."""
 
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    """The arguments of the model, with values in the places of tensors."""
-    steps: list[Step]
-    result: Any
-    modes: Modes
-    """Those in which the forward was called."""
-    states: list[State]
-    values: list[Value] = field(default_factory=list)
-    sized: set[Value] = field(default_factory=set)
-    """The values whose sizes depend on data."""
-    costs: dict[Cut, int] = field(default_factory=dict)
-    """What each call of a unit costs, in the order of the calls."""
-    runs: Counter[str] = field(default_factory=Counter)
-    """How often each module has run, also inside of units."""
-    spans: list[tuple[str, int, int]] = field(default_factory=list)
-    """Calls of modules that are in no unit: the first step of each, and the one after it."""
-    marks: list[int] = field(default_factory=list)
-    """The steps before which the forward has called ``pipe_split()``."""
-    marked_units: set[str] = field(default_factory=set)
-    """The units that call ``pipe_split()`` inside."""
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(0, {})
+        self._recorder = recorder
 
-    def calls(self) -> Counter[str]:
-        """How often each unit is called."""
-        return Counter(cut.unit for cut in self.costs)
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Put a value inside of a unit."""
+        self._require_unit()
+        super().put(name, value)
+
+    def get(self, name: str) -> torch.Tensor:
+        """A value that another unit has put."""
+        self._require_unit()
+        found = super().get(name)
+        self._recorder.shared.add(id(found))
+        return found.view_as(found)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add a loss, and record it."""
+        if self._recorder.is_recording:
+            self._recorder.function(add_loss, (loss,), {})
+        else:
+            super().add(loss)
+
+    def _require_unit(self) -> None:
+        if self._recorder.is_recording:
+            self._recorder.refuse(
+                "puts or gets a skip between submodules; use a variable, which goes from stage to "
+                "stage by itself"
+            )
 
 
 @dataclass(eq=False)
@@ -216,15 +354,20 @@ class StagePlan:
     @property
     def units(self) -> dict[str, None]:
         """The units that the stage calls."""
-        return {step.target: None for step in self.steps if step.kind is StepKind.UNIT}
+        return {step.target: None for step in self.steps if step.kind == "unit"}
 
 
 class StepPlacement:
-    """Which stage runs each step.
+    """Which stage runs each step, and what crosses.
 
-    Args:
-        record: the forward.
-        starts: the numbers of the steps with which stages begin, from the second on.
+    What depends on the arguments of the model alone is *free*: each stage that needs it computes it
+    by itself. Everything else runs once, on the stage in which the forward has got to it::
+
+        steps      mask = …   x = embed(…)   x = layers.0(x, mask)  ║  x = layers.1(x, mask)
+                   free       stage 0        stage 0                ║  stage 1
+        stage 1 computes mask again, and x crosses
+
+    ``starts`` are the numbers of the steps with which stages begin, from the second on.
     """
 
     def __init__(self, record: Record, starts: Sequence[int]) -> None:
@@ -249,7 +392,7 @@ class StepPlacement:
             free, made, before = set[Step](), set(self.given), len(pinned)
             for step in record.steps:
                 if (
-                    step.kind is not StepKind.UNIT
+                    step.kind != "unit"
                     and not step.draws
                     and bound.isdisjoint((*step.reads, *step.places))
                     and not any(s.is_parameter or s in self.changed for s in step.states)
@@ -267,7 +410,7 @@ class StepPlacement:
         uses = defaultdict[int, set[int]](set)
         for step, stage in self.at.items() if self.changed else ():
             used = {each.memory for each in (*step.reads, *step.states)}
-            unit = f"{step.target}." if step.kind is StepKind.UNIT else "?"
+            unit = f"{step.target}." if step.kind == "unit" else "?"
             for state in self.changed:
                 if state.memory in used or any(name.startswith(unit) for name in state.names):
                     uses[state.memory].add(stage)
@@ -281,7 +424,7 @@ class StepPlacement:
     def plans(self) -> list[StagePlan]:
         """What each stage does."""
         reads = [step for step in self.at if step in self.free]
-        guards, needed = self._needed(reads, set(), lambda step: step.kind is StepKind.READ)
+        guards, needed = self._needed(reads, set(), lambda step: step.kind == "read")
         arguments = needed & self.given
         needed, received = set(parts_in(self.record.result, Value)), tuple[Value, ...]()
         found: list[StagePlan] = []
@@ -300,7 +443,7 @@ class StepPlacement:
 
     def _must_run(self, step: Step) -> bool:
         """Whether a step runs even if nothing needs what it makes."""
-        is_pure = step.kind is StepKind.CALL and not step.draws and not step.writes and step.places
+        is_pure = step.kind == "call" and not step.draws and not step.writes and step.places
         return step not in self.free and not is_pure
 
     def _needed(
@@ -351,6 +494,6 @@ def starts_of(record: Record, cuts: Sequence[Cut], name: str) -> list[int]:
     places = {
         Cut(step.target, step.call): place
         for place, step in enumerate(record.steps)
-        if step.kind is StepKind.UNIT
+        if step.kind == "unit"
     }
     return [places[cut] for cut in cuts]

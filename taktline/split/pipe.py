@@ -22,14 +22,12 @@ from torch import fx, nn
 from taktline.checks import check, check_callable, known_keywords
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
-from taktline.split.arguments import Args, Call, Kwargs, Value, parts_in
-from taktline.split.by_names import as_call, stages_of, without_compiler
-from taktline.split.cut import Cut, Record, Step, StepKind
+from taktline.split.by_names import as_call, require_stage, stages_of, without_compiler
+from taktline.split.cut import record_twice, recording
 from taktline.split.on_meta import materialise
-from taktline.split.record import record_twice, recording
 from taktline.split.recorded_stage import CutModel
 from taktline.split.recorder import PIPE_SPLIT, name_of
-from taktline.split.stages import require_stage
+from taktline.split.steps import Args, Call, Cut, Kwargs, Record, Step, Value, parts_in
 from taktline.split.without_data import EmptyModel
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import declared
@@ -142,12 +140,9 @@ class Pipe(nn.Module):
         return self.split_gm.__str__()
 
     def __repr__(self):
-        counts = (
-            sum(p.numel() for p in self.get_stage_module(stage).parameters())
-            for stage in range(self.num_stages)
-        )
-        listed = ", ".join(f"{count:,} parameters" for count in counts)
-        return f"Pipe({counted(self.num_stages, 'stage')}: {listed})"
+        stages = map(self.get_stage_module, range(self.num_stages))
+        counts = [f"{sum(p.numel() for p in s.parameters()):,} parameters" for s in stages]
+        return f"Pipe({counted(self.num_stages, 'stage')}: {', '.join(counts)})"
 
 
 def build_stage(
@@ -193,8 +188,7 @@ def pipeline(
     (2, True)
     """
     check("module", module, nn.Module, "an nn.Module", error=PartitionError)
-    if not isinstance(mb_args, tuple):
-        raise PartitionError(f"mb_args must be a tuple of arguments, not {type(mb_args).__name__}")
+    check("mb_args", mb_args, tuple, "a tuple of arguments", error=PartitionError)
     for name, value in (("mb_kwargs", mb_kwargs), ("split_spec", split_spec)):
         if value is not None:
             check(name, value, dict, error=PartitionError)
@@ -243,7 +237,7 @@ def _checked(model: nn.Module, spec: dict[str, SplitPoint]) -> dict[str, str]:
         if not name or name not in modules:
             raise PartitionError(
                 f"split_spec names {name!r}, but {type(model).__name__} has no such "
-                f"submodule; {did_you_mean(name, [name for name in modules if name])}"
+                f"submodule; {did_you_mean(name, list(filter(None, modules)))}"
             )
         if getattr(point, "name", "") not in SplitPoint.__members__:  # torch's own will do
             raise PartitionError(
@@ -278,11 +272,6 @@ def _starts(
 
     Split points with nothing between them count once.
     """
-    for unit in record.marked_units:
-        raise PartitionError(
-            f"{unit!r} calls pipe_split() in this call, but did not in the example; let the "
-            "forward call it as often, also in evaluation"
-        )
     called = {name for name, *_ in record.spans}
     if missing := [name for name in points if name not in called]:
         raise PartitionError(
@@ -295,7 +284,7 @@ def _starts(
     marks = [*record.marks, *(span[end] for end, span in spans)]
     if policy is not None:
         marks = _marks_of_policy(policy, record, empty.model)
-    found, steps = [0], [step.kind is not StepKind.READ for step in record.steps]
+    found, steps = [0], [step.kind != "read" for step in record.steps]
     for mark in sorted(marks):
         if any(steps[found[-1] : mark]) and any(steps[mark:]):
             found.append(mark)
@@ -313,11 +302,11 @@ def _marks_of_policy(policy: Policy, record: Record, model: nn.Module) -> list[i
         for state in {*step.states} - values.keys():
             values[state] = graph.create_node("get_attr", state.name)
         op, target = "call_function", step.target
-        if step.kind is StepKind.UNIT:
+        if step.kind == "unit":
             op = "call_module"
         elif isinstance(target, _METHODS):
             op, target = "call_method", _called(step)
-        if step.kind is not StepKind.READ:
+        if step.kind != "read":
             given = tuple(values[part] for part in (*step.reads, *step.states))
             node = graph.create_node(op, target, given, {}, _called(step))
             places[node.name] = place + 1
@@ -337,4 +326,4 @@ def _marks_of_policy(policy: Policy, record: Record, model: nn.Module) -> list[i
 
 
 def _called(step: Step) -> str:
-    return step.target if step.kind is StepKind.UNIT else name_of(step.target)
+    return step.target if step.kind == "unit" else name_of(step.target)

@@ -6,11 +6,10 @@ up what that has shown, and runs the steps of the stage.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property, lru_cache, partial
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -19,34 +18,25 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from taktline.errors import PartitionError
-from taktline.split.arguments import (
+from taktline.split.cut import StagePlan, StepPlacement, record_twice, starts_of
+from taktline.split.steps import (
     Absent,
     Call,
+    Cut,
+    Modes,
     Path,
+    Record,
     State,
+    Step,
     Value,
     arguments_of_forward,
     at_path,
     filled,
     key_of,
     parts_in,
-    require_no_cache,
     without_cache,
 )
-from taktline.split.cut import (
-    CheckpointRegion,
-    Cut,
-    Modes,
-    Place,
-    Record,
-    StagePlan,
-    Step,
-    StepKind,
-    StepPlacement,
-    starts_of,
-)
-from taktline.split.record import record_twice
-from taktline.split.without_data import EmptyModel, Types, has_data
+from taktline.split.without_data import EmptyModel, has_data
 from taktline.stage.names import unwrapped
 from taktline.text import counted
 
@@ -81,7 +71,8 @@ class StageProgram:
         self._changed = [at for at, value in given if value.memory in written]
         self._result_states = parts_in(record.result, State) if self._is_last else []
         result = parts_in(record.result, Value) if self._is_last else ()
-        self._needed_later = {*plan.sent, *result}
+        self._runs = self._prepared(plan.steps, {*plan.sent, *result})
+        self._guards = self._prepared(plan.guards, set(record.values))  # lets go of nothing
 
     @property
     def uses(self) -> dict[str, None]:
@@ -89,18 +80,10 @@ class StageProgram:
         used = [s for step in (*self.plan.guards, *self.plan.steps) for s in step.states]
         return self.plan.units | {state.name: None for state in (*used, *self._result_states)}
 
-    @cached_property
-    def _runs(self) -> list[Run]:
-        return self._prepared(self.plan.steps, self._needed_later)
-
-    @cached_property
-    def _guards(self) -> list[Run]:
-        return self._prepared(self.plan.guards, set(self.record.values))  # lets go of nothing
-
     def holds(self, stage: nn.Module, tensors: list[Any], received: tuple[Any, ...]) -> bool:
         """Whether the forward reads the same numbers from these arguments."""
         try:
-            if self._guards:
+            if self.plan.guards:
                 self._run(self._guards, stage, (), tensors)
         except Differs:
             return not has_data([*tensors, *received])  # as in a run that only counts
@@ -111,10 +94,11 @@ class StageProgram:
     ) -> Any:
         """Run the stage."""
         for at in self._changed:
-            if any(at != n and _share(tensors[at], other) for n, other in enumerate(tensors)):
+            memory = [t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor)]
+            if len(set(memory)) < len(memory):
                 raise PartitionError(
-                    f"the forward changes argument {at} of the model in place, but another one is "
-                    "the same tensor, or a view of it; pass a copy (x.clone())"
+                    f"the forward changes argument {at} of the model in place, but two arguments "
+                    "are one tensor, or views of it; pass a copy (x.clone())"
                 )
         values = self._run(self._runs, stage, received, tensors)
         if self._is_last:
@@ -148,13 +132,13 @@ class StageProgram:
         """Functions that run steps; ``later`` are the values that are used after them."""
         found, later, outer = list[Run](), set(later), self.record.modes
 
-        def group_of(step: Step) -> tuple[tuple[CheckpointRegion, ...], Modes | None]:
+        def group_of(step: Step) -> tuple[tuple[int, ...], Modes | None]:
             region = step.region[depth : depth + 1]
             return region, None if region else step.modes
 
-        for (region, modes), group in reversed([(k, list(g)) for k, g in groupby(steps, group_of)]):
+        for (_, modes), group in reversed([(k, list(g)) for k, g in groupby(steps, group_of)]):
             if modes is None:
-                found.append(self._checkpointed(region[0], group, later, depth + 1))
+                found.append(self._checkpointed(group, later, depth + 1))
                 later.update(value for step in group for value in step.reads)
                 continue
             runs = list[Run]()
@@ -164,9 +148,7 @@ class StageProgram:
             found += runs if modes == outer else [partial(_run_in, modes, outer, runs[::-1])]
         return found[::-1]
 
-    def _checkpointed(
-        self, region: CheckpointRegion, steps: Sequence[Step], later: set[Value], depth: int
-    ) -> Run:
+    def _checkpointed(self, steps: Sequence[Step], later: set[Value], depth: int) -> Run:
         """A function that runs the steps of a checkpointed part."""
         made = {value: None for step in steps for value in step.places}
         needs = {value: None for step in steps for value in step.reads if value not in made}
@@ -181,10 +163,8 @@ class StageProgram:
             return tuple([values[value] for value in returned])
 
         def run_region(values: Values, stage: nn.Module) -> None:
-            found = checkpoint(
-                inside, stage, *[values[value] for value in needs],
-                use_reentrant=False, preserve_rng_state=region.preserves_rng,
-            )  # fmt: skip
+            given = [values[value] for value in needs]
+            found = checkpoint(inside, stage, *given, use_reentrant=False)
             values.update(zip(returned, found, strict=True))
             for value in done:
                 del values[value]
@@ -194,8 +174,8 @@ class StageProgram:
     def _layer(self, step: Step, later: set[Value]) -> Run | None:
         """A function that runs a step in less time, if it is a layer: one value in, one out."""
         given, places = step.args[0] if len(step.args) == 1 else None, list(step.places.items())
-        is_layer = step.kind is StepKind.UNIT and type(given) is Value and not step.kwargs
-        if not is_layer or places[1:] or not places or places[0][1] != Place(()):
+        is_layer = step.kind == "unit" and type(given) is Value and not step.kwargs
+        if not is_layer or step.is_made_up or [p for _, p in places] != [((False, "output"),)]:
             return None
         keys, output, is_done = step.target.split("."), places[0][0], given not in later
 
@@ -210,11 +190,10 @@ class StageProgram:
     def _step(self, step: Step, later: set[Value]) -> Run:
         """A function that runs one step, and lets go of values that are not used later."""
         function, given, states = step.target, (step.args, step.kwargs), step.states
-        is_unit, is_read = step.kind is StepKind.UNIT, step.kind is StepKind.READ
+        is_unit, is_read = step.kind == "unit", step.kind == "read"
         keys = function.split(".") if is_unit else ()
-        outputs = [(v, place.path) for v, place in step.places.items() if place.root == "output"]
-        left = [(v, place) for v, place in step.places.items() if place.root != "output"]
-        inner = [place for _, place in left if place.root == "inner output"]
+        outputs = [(v, path[1:]) for v, path in step.places.items() if path[0][1] == "output"]
+        left = [(v, path) for v, path in step.places.items() if path[0][1] != "output"]
         done = [value for value in {*step.reads, *step.places} if value not in later]
 
         def run(values: Values, stage: nn.Module) -> None:
@@ -224,22 +203,21 @@ class StageProgram:
             if states:
                 self._find_states(states, values, stage)
             args, kwargs = call = filled(given, values)
-            before = [_left_in(target, call, {}, place) for _, place in left]
-            if inner:
-                with _noting(target, inner) as noted:
-                    output = target(*args, **kwargs)
+            if left:
+                output = _run_unit(step, target, call, left, values)
             else:
-                output, noted = target(*args, **kwargs), {}
+                output = target(*args, **kwargs)
             if is_read and not _same(output, step.found):
-                raise Differs if step.is_guard else _differs(step, output)
+                raise Differs if step.is_guard else step.differs(output)
             if is_unit and step.constants:
                 _require_constants(step, output)
             for value, path in outputs:
                 values[value] = at_path(output, path)
-            for (value, place), old in zip(left, before, strict=True):
-                values[value] = _left_in(target, call, noted, place)
-                if values[value] is None or values[value] is old:
-                    raise _not_left(step, place)
+            if step.is_made_up and any(values[v].shape != v.absent.shape for v in step.places):
+                raise PartitionError(
+                    f"{step.target!r} ({step.line}) returns another size than when the forward was "
+                    "recorded, which depends on its data; return all, and mark what does not count"
+                )
             for value in done:
                 values.pop(value, None)
 
@@ -249,7 +227,7 @@ class StageProgram:
 def _require_constants(step: Step, output: Any) -> None:
     """Raise if a unit returns other numbers than in the record, on which the forward may depend."""
     for path, expected in step.constants:
-        found = _at(output, path)
+        found = _at({"output": output}, path)
         if found is not expected and (type(found) is not type(expected) or found != expected):
             shown = repr(found) if isinstance(found, (int, float, str)) else type(found).__name__
             raise PartitionError(
@@ -266,12 +244,6 @@ def _at(value: Any, path: Path) -> Any:
     return None
 
 
-def _share(one: Any, other: Any) -> bool:
-    """Whether two tensors are in the same memory."""
-    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return tensors and one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
 def _run_in(
     modes: Modes, outer: Modes, runs: Sequence[Run], values: Values, stage: nn.Module
 ) -> None:
@@ -279,14 +251,6 @@ def _run_in(
     with modes.instead_of(outer):
         for run in runs:
             run(values, stage)
-
-
-def _differs(step: Step, found: Any) -> PartitionError:
-    return PartitionError(
-        f"{step.line} reads {found!r}, where it has read {step.found!r} before: what the forward "
-        "does depends on a random number, or on a buffer that changes, which stages cannot decide "
-        "by themselves; turn that off (a layerdrop of 0), or move it into a submodule"
-    )
 
 
 def _same(found: Any, expected: Any) -> bool:
@@ -304,42 +268,40 @@ def _inside(unit: nn.Module, path: str) -> nn.Module:
     return found
 
 
-_Noted = dict[tuple[str, int], Any]
-"""What modules inside of a unit have returned, by their paths and calls."""
+def _run_unit(
+    step: Step, unit: nn.Module, call: Call, left: Sequence[tuple[Value, Path]], values: Values
+) -> Any:
+    """Run a unit that leaves tensors elsewhere than in its output; these are put among the values.
 
-
-def _left_in(unit: Any, call: Call, noted: _Noted, place: Place) -> Any:
-    """What a unit has left elsewhere than in its output; None if it is not there."""
-    if place.root == "arguments":
-        return _at(call, place.path)
-    if place.root == "attributes":
-        return _at(vars(_inside(unit, place.module)), place.path)
-    return _at(noted.get((place.module, place.call)), place.path)
-
-
-@contextmanager
-def _noting(unit: nn.Module, places: Sequence[Place]) -> Iterator[_Noted]:
-    """Note the outputs of modules inside of a unit."""
-    calls, noted = Counter[str](), _Noted()
+    They are in its arguments, in attributes of modules, or in what modules inside of it return.
+    """
+    calls, noted = Counter[str](), dict[tuple[str, int], Any]()
 
     def note(path: str, _: Any, __: Any, output: Any) -> None:
         noted[path, calls[path]] = output
         calls[path] += 1
 
+    inner = {path[1][1][0] for _, path in left if path[0][1] == "inner outputs"}
+    within = {path[1][1] for _, path in left if path[0][1] == "attributes"}
+    attributes = {path: vars(_inside(unit, path)) for path in within}
+    roots = {"arguments": call, "attributes": attributes, "inner outputs": noted}
+    before = [_at(roots, path) for _, path in left]
     with ExitStack() as stack:
-        for path in {place.module for place in places}:
+        for path in inner:
             handle = _inside(unit, path).register_forward_hook(partial(note, path))
             stack.callback(handle.remove)
-        yield noted
-
-
-def _not_left(step: Step, place: Place) -> PartitionError:
-    name = ".".join(filter(None, (place.module, *(str(key) for _, key in place.path))))
-    return PartitionError(
-        f"{step.target!r} ({step.line}) has left no new tensor in its {place.root} {name!r} "
-        "in this call, as when the forward was recorded; if the forward itself empties it, let "
-        "the submodule do so, or return the tensor from it in each call"
-    )
+        output = unit(*call[0], **call[1])
+    for (value, path), old in zip(left, before, strict=True):
+        values[value] = _at(roots, path)
+        if values[value] is None or values[value] is old:
+            (_, root), (_, where), *rest = path
+            name = ".".join(filter(None, map(str, (where, *(key for _, key in rest)))))
+            raise PartitionError(
+                f"{step.target!r} ({step.line}) has left no new tensor in its {root} {name!r} "
+                "in this call, as when the forward was recorded; if the forward itself empties it, "
+                "let the submodule do so, or return the tensor from it in each call"
+            )
+    return output
 
 
 KINDS = 256
@@ -372,7 +334,6 @@ class CutModel:
         """The programs of all stages for the first call."""
         self.known: Callable[[Any], list[list[StageProgram]]] = lru_cache(KINDS)(lambda kind: [])
         """Those of the calls of a kind, which differ in the numbers that they read."""
-        self.lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutModel:
         return self
@@ -419,13 +380,13 @@ class CutModel:
                     )
 
 
-def key_of_kind(kind: Any, training: bool, device: torch.device, types: Types | None) -> Any:
-    """A kind of call: its arguments, the modes of torch, and types that have changed."""
+def key_of_kind(kind: Any, training: bool, device: torch.device, fsdp: torch.dtype | None) -> Any:
+    """A kind of call: its arguments, the modes of torch, and the type in which FSDP computes."""
     name = device.type
     devices = ("cpu",) if name in ("cpu", "meta") else ("cpu", name)
     autocast = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in devices]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return (kind, training, devices, *modes, *autocast, types)
+    return (kind, training, devices, *modes, *autocast, fsdp)
 
 
 class RecordedStage(nn.Module):
@@ -434,16 +395,21 @@ class RecordedStage(nn.Module):
     def __init__(self, cut: CutModel, stage: int) -> None:
         super().__init__()
         self._cut, self._stage = cut, stage
-        self._lead: tuple[str, ...] = ()
-        """The path of a parameter, whose type is that of the stage."""
-        self._types: dict[Any, Types | None] = {}
-        """What has changed since the cut, for each type of that parameter; at first, nothing."""
+        self._lead: tuple[dict[str, Any], str, torch.dtype] | None = None
+        """A parameter: the table that it is in, its name there, and its type at the cut."""
+        self._seen: tuple[type, torch.dtype] | None = None
+        self._computes_in: torch.dtype | None = None
+        """The type in which FSDP computes, for a lead of the kind that was seen."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage; returns what the next one needs, or the model's output."""
         received: tuple[Any, ...] = ()
         if self._stage == 0:
-            require_no_cache(kwargs)
+            if kwargs.get("use_cache"):
+                raise PartitionError(
+                    "use_cache needs the keys and values of the layers of all stages, but each "
+                    "stage has only its own; leave it out"
+                )
             call: Call = args, without_cache(self._cut.arguments[len(args) :], kwargs)
         elif len(args) == 3 and isinstance(args[0], tuple):
             # Keywords of a rank reach all its stages; the model's came from the stage before.
@@ -466,49 +432,33 @@ class RecordedStage(nn.Module):
     def program(self, call: Call, received: tuple[Any, ...]) -> tuple[StageProgram, list[Any]]:
         """What to run for a call, and the tensors in its arguments; records a new kind."""
         cut, tensors = self._cut, list[Any]()
-        kind, training, types = key_of(call, tensors), self.training, self.types()
+        kind, training, fsdp = key_of(call, tensors), self.training, self._type_of_fsdp()
         first = next((t for t in (*tensors, *received) if isinstance(t, torch.Tensor)), None)
         device = torch.device("cpu") if first is None else first.device
-        key = key_of_kind(kind, training, device, types)
+        key = key_of_kind(kind, training, device, fsdp)
         for each in cut.known(key):
             if each[self._stage].holds(self, tensors, received):
                 return each[self._stage], tensors
-        with cut.lock:
-            made = cut.learn(key, training, lambda: record_twice(cut.empty, call, types, device))
+        made = cut.learn(key, training, lambda: record_twice(cut.empty, call, fsdp, device))
         return made[self._stage], tensors
 
-    def types(self) -> Types | None:
-        """How the type of the stage has changed since it was cut: by ``to(…)`` or in FSDP."""
-        if not self._lead:
+    def _type_of_fsdp(self) -> torch.dtype | None:
+        """The type in which FSDP's mixed precision computes; raises if another has changed it."""
+        if self._lead is None:
             return None
-        *path, key = self._lead
-        holder: Any = self
-        for each in path:
-            holder = holder._modules[each]
-        lead = holder._parameters[key]
-        seen = lead.dtype, type(lead)
-        if seen not in self._types:
-            self._types[seen] = self._changed_types(lead.dtype) if self._types else None
-        return self._types[seen]
-
-    def _changed_types(self, now: torch.dtype) -> Types | None:
-        """The type of the stage when the model was cut, and that of now."""
-        before = next(iter(self._types))[0]
-        sharded = [part for part in self.modules() if hasattr(part, "_get_fsdp_state")]
-        for part in sharded:
-            policy: Any = getattr(part._get_fsdp_state(), "_mp_policy", None)  # pyright: ignore
-            if (computes_in := getattr(policy, "param_dtype", None)) is not None:
-                return Types(before, computes_in, is_sharded=True)
-        if sharded or now is before:
-            return None
-        for name, buffer in self.named_buffers():
-            if buffer.dtype is before and name in self._cut.homes:
+        table, key, dtype = self._lead
+        seen = type(table[key]), table[key].dtype
+        if seen != self._seen:
+            sharded = [part for part in self.modules() if hasattr(part, "_get_fsdp_state")]
+            if not sharded and seen[1] is not dtype:
                 raise PartitionError(
-                    f"the type of the model has changed since it was cut, from {before}, but not "
-                    f"that of the buffer {name!r}, which its stages have; change the type of the "
-                    "stages, or before the model is cut"
+                    f"the type of stage {self._stage} has changed from {dtype} to {seen[1]}; "
+                    "change the type before the model is cut"
                 )
-        return Types(before, now, is_sharded=False)
+            policies = [getattr(p._get_fsdp_state(), "_mp_policy", None) for p in sharded]  # pyright: ignore
+            types = [getattr(policy, "param_dtype", None) for policy in policies]
+            self._seen, self._computes_in = seen, next(filter(None, types), None)
+        return self._computes_in
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the units of this stage."""
@@ -523,62 +473,11 @@ def _call_of(unit: nn.Module) -> Callable[..., Any]:
     return lambda *args, **kwargs: unit._call_impl(*args, **kwargs)
 
 
-class Holder(nn.Module):
-    """In the place of a module around others that stages have, or of one of another stage."""
-
-
-def make_stage(model: nn.Module, cut: CutModel, stage: int) -> RecordedStage:
-    """The module of a stage, with the modules and tensors of the model that it has."""
-    made = RecordedStage(cut, stage)
-    made.training = model.training
-    units = cut.empty.modules
-    for name in (n for n in dict.fromkeys((*units, *cut.homes)) if stage in cut.homes[n]):
-        path, _, key = name.rpartition(".")
-        source, holder = model.get_submodule(path), _holder(model, made, path)
-        if name in units:
-            holder._modules[key] = source._modules[key]
-        elif key in source._buffers:
-            persistent = key not in source._non_persistent_buffers_set
-            holder.register_buffer(key, source._buffers[key], persistent)
-        else:
-            holder._parameters[key] = source._parameters[key]
-    floats = (name for name, tensor in made.named_parameters() if tensor.is_floating_point())
-    made._lead = tuple(filter(None, next(floats, "").split(".")))
-    made.types()
-    return made
-
-
-def _holder(model: nn.Module, made: nn.Module, path: str) -> nn.Module:
-    """The module at a path in a stage."""
-    holder: Any = made
-    source: Any = model
-    for key in path.split(".") if path else ():
-        source = source._modules[key]
-        if key not in holder._modules:
-            kinds = (nn.ModuleList, nn.ModuleDict)
-            kind = next((kind for kind in kinds if isinstance(source, kind)), Holder)
-            holder._modules[key] = kind()
-            holder._modules[key].training = source.training
-        holder = holder._modules[key]
-    return holder
-
-
 def crossings_of(stage_module: nn.Module) -> list[str]:
     """Names of the tensors that a stage hands to the next one besides the model's arguments."""
-    programs = _programs_of(stage_module)
-    sent = programs[vars(stage_module)["_stage"]].plan.sent if programs else ()
-    return [value.name for value in sent]
-
-
-def has_dynamic_shapes(stage_module: nn.Module) -> bool:
-    """Whether the shapes of tensors between stages depend on data, as far as a call has shown."""
-    programs = _programs_of(stage_module)
-    return any(not program.record.sized.isdisjoint(program.plan.sent) for program in programs)
-
-
-def _programs_of(stage_module: nn.Module) -> list[StageProgram]:
-    """Those of the first call."""
-    return (isinstance(stage_module, RecordedStage) and stage_module._cut.first) or []
+    known = isinstance(stage_module, RecordedStage) and stage_module._cut.first
+    plan = known[vars(stage_module)["_stage"]].plan if known else None
+    return [value.name for value in plan.sent] if plan else []
 
 
 def model_of(stage_module: nn.Module) -> nn.Module | None:

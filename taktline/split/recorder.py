@@ -1,11 +1,8 @@
-"""Records the forward of a model without data, and once more to find what does not repeat.
+"""Records the forward of a model without data: each call of a unit is a step, and so is each
+function of torch between them, with all that it does inside.
 
 Arguments of the model have data, and so has what the forward computes from them alone; what its
-layers return has none. Each call of a unit is a step, and so is each function of torch between
-them, with all that it does inside.
-
-A number that a forward draws from ``random`` or numpy, or reads from a clock, would be a constant
-of the record. Another run, with generators in another state, has another constant.
+layers return has none.
 """
 
 from __future__ import annotations
@@ -23,25 +20,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from taktline.errors import PartitionError
-from taktline.split.arguments import (
+from taktline.split.steps import (
     Absent,
     Args,
     Call,
+    Cut,
     Kwargs,
+    Modes,
     Path,
+    Record,
     State,
+    Step,
     Value,
     all_tensors,
-    is_object,
     line_of_user,
     mapped,
     walk,
 )
-from taktline.split.cut import CheckpointRegion, Cut, Modes, Place, Record, Step, StepKind
 from taktline.split.without_data import (
     EmptyModel,
     Fakes,
     NeedsData,
+    NeedsSizes,
     is_fake,
     is_transformed,
     joined,
@@ -49,27 +49,25 @@ from taktline.split.without_data import (
 )
 
 _CALL = nn.Module.__call__
-_SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "nbytes"))
-"""Functions that read sizes, which may depend on data."""
 _REFUSED = {
     "backward": "runs a backward in the forward, which a stage cannot; use torch.autograd.grad",
     "__set__": "sets an attribute of a tensor, such as x.data or x.grad; use x.copy_() instead",
 }
 """Functions that no stage can run."""
 _EFFECTS = frozenset(
-    ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "call_side_values")
+    ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "add_loss")
 )
 """Functions that do something beside what they return."""
 _STATISTICS = frozenset(("batch_norm", "instance_norm"))
 """Functions that change buffers, which torch does not show."""
 PIPE_SPLIT = frozenset(("pipe_split", "_pipe_split", "_pipe_split.default"))
 """Functions with which stages begin: ours, and the operator of torch."""
+OWN_OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that each module has."""
 _TRANSFORMED = (
     "is inside of torch.vmap or another transform of functions, in which steps cannot be recorded; "
     "use it inside of a submodule"
 )
-OWN_OF_MODULES = frozenset(vars(nn.Module()))
-"""The attributes that each module has."""
 
 
 class Recorder(TorchFunctionMode):
@@ -86,8 +84,8 @@ class Recorder(TorchFunctionMode):
         self.values: dict[int, Value] = {}
         self.unknown: set[Value] = set()
         """Values that do not depend on arguments alone."""
-        self.regions: tuple[CheckpointRegion, ...] = ()
-        self.inner_outputs: dict[int, tuple[Step, Place]] = {}
+        self.regions: tuple[int, ...] = ()
+        self.inner_outputs: dict[int, tuple[Step, Path]] = {}
         self.inner_calls: Counter[str] = Counter()
         self.last_step: dict[str, Step] = {}
         """The last call of each unit."""
@@ -165,10 +163,9 @@ class Recorder(TorchFunctionMode):
             self.random_state = self._random_state()
             self.is_inside = False
 
-    def region(self, preserves_rng: bool) -> AbstractContextManager[None]:
+    def region(self) -> AbstractContextManager[None]:
         """Let steps be inside of a checkpoint."""
-        region = CheckpointRegion(len(self.record.steps), preserves_rng)
-        return replaced(self, regions=(*self.regions, region))
+        return replaced(self, regions=(*self.regions, len(self.record.steps)))
 
     # What tensors are called
 
@@ -198,27 +195,27 @@ class Recorder(TorchFunctionMode):
 
     def _left_by_unit(self, tensor: torch.Tensor) -> Value:
         """The value of a tensor that a unit has left elsewhere than in its output."""
-        step, place = self.inner_outputs.get(id(tensor)) or self._attribute(tensor)
+        step, path = self.inner_outputs.get(id(tensor)) or self._attribute(tensor)
         value = self.value(tensor, f"{step.target} (inside of it)")
-        step.places[value] = place
+        step.places[value] = path
         self.unknown.add(value)
         return value
 
-    def _attribute(self, tensor: torch.Tensor) -> tuple[Step, Place]:
+    def _attribute(self, tensor: torch.Tensor) -> tuple[Step, Path]:
         """The last call of the unit with a tensor in its attributes, and where it is."""
         for name, step in self.last_step.items():
             for module, part in self.empty.modules[name].named_modules():
                 own = {key: v for key, v in vars(part).items() if key not in OWN_OF_MODULES}
-                for path, found in walk(own):
+                for path, found in walk(own, ((False, "attributes"), (False, module))):
                     if found is tensor:
-                        return step, Place(path, "attributes", module)
+                        return step, path
         raise PartitionError(
             f"{line_of_user()} uses a tensor that was made inside of a submodule or in an earlier "
             "call, and that is neither in the output of a module, nor in an attribute; return it "
             "from the submodule, or keep it in an attribute of it"
         )
 
-    def _add_step(self, kind: StepKind, target: Any, given: Call) -> Step:
+    def _add_step(self, kind: Any, target: Any, given: Call) -> Step:
         (args, kwargs), modes = mapped(given, self.reference), Modes.now(self.devices)
         step = Step(kind, target, args, kwargs, modes, line_of_user(), self.regions)
         self.record.steps.append(step)
@@ -227,11 +224,11 @@ class Recorder(TorchFunctionMode):
     def _note_outputs(self, step: Step, output: Any, name: str) -> None:
         """Note where the tensors and constants are that a step returns."""
         mapped(output, lambda tensor: tensor)  # raises if it is of a kind that cannot be sent
-        for path, part in walk(output):
+        for path, part in walk(output, ((False, "output"),)):
             if isinstance(part, torch.Tensor):
                 value = self.known(part) or self.value(part, name)
                 if isinstance(value, Value):
-                    step.places.setdefault(value, Place(path))
+                    step.places.setdefault(value, path)
             elif part is None or isinstance(part, (bool, int, float, str)):
                 step.constants.append((path, part))
 
@@ -250,23 +247,24 @@ class Recorder(TorchFunctionMode):
             return self._function(func, args, kwargs)
 
     def _function(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        given, name, sized = all_tensors((args, kwargs)), name_of(func), self.record.sized
+        given, name = all_tensors((args, kwargs)), name_of(func)
         if name == "apply":  # a function of autograd, of the user's own
             require_no_modules((args, kwargs))
         if name in _REFUSED:
             self.refuse(_REFUSED[name])
-        is_sized = any(self.known(tensor) in sized for tensor in given)
-        if name == "data_ptr" or (name in _SIZES and is_sized):
-            raise _needs_data(name)
         own, had_data = kwargs.get("generator"), self.fakes.have_data(given)
         if own is not None:
             self.generators.setdefault(id(own), (own, own.get_state()))
         try:
-            output, is_made_up, writes = self.fakes.run(func, (args, kwargs), given, self._number)
-        except Exception as error:
-            if not is_sized and not isinstance(error, NeedsData):
-                raise
-            raise _needs_data(name) from error
+            if name == "data_ptr":
+                raise NeedsData(func)
+            output, writes = self.fakes.run(func, (args, kwargs), given, self._number)
+        except (NeedsData, NeedsSizes) as error:
+            raise PartitionError(
+                f"{line_of_user()}: {name} needs the data of a value that submodules have "
+                "computed, which decides what the forward does next or how large its values are; "
+                "move it into a submodule that one stage runs as a whole, or use torch.where"
+            ) from error
         tensors = all_tensors(output)
         has_effect = bool(writes) or name in _EFFECTS
         is_read = had_data and bool(given) and output is not None and not has_effect
@@ -275,7 +273,7 @@ class Recorder(TorchFunctionMode):
             if needs_data:
                 self._note_read(func, (args, kwargs), output)
             return output
-        step = self._add_step(StepKind.CALL, func, (args, kwargs))
+        step = self._add_step("call", func, (args, kwargs))
         draws = had_data and self.random_state != self._random_state()
         step.draws = draws or name in _EFFECTS or own is not None
         if name in _STATISTICS:
@@ -285,11 +283,8 @@ class Recorder(TorchFunctionMode):
         is_free = not step.draws and self.unknown.isdisjoint(step.reads)
         if not is_free:
             self.unknown.update(step.places)
-        if needs_data and is_free:  # sizes that depend on random numbers cannot be compared
-            for tensor in tensors:
-                self._note_read(torch.Tensor.size, ((tensor,), {}), tensor.shape)
-        elif is_sized or is_made_up or needs_data:
-            sized.update(step.places)
+        for tensor in tensors if needs_data else ():
+            self._note_read(torch.Tensor.size, ((tensor,), {}), tensor.shape)
         return output
 
     def _number(self, tensor: torch.Tensor) -> Any:
@@ -300,7 +295,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_read(self, func: Any, given: Call, found: Any) -> None:
         """Record what was read, to compare it with what later calls read."""
-        step = self._add_step(StepKind.READ, func, given)
+        step = self._add_step("read", func, given)
         step.found = found
         step.is_guard = self.unknown.isdisjoint(step.reads)
 
@@ -374,10 +369,7 @@ class Recorder(TorchFunctionMode):
                     "before, but the stage of that submodule does not see it; pass it on as an "
                     "argument"
                 )
-        plain = [part for _, part in walk(given) if is_object(part) and not all_tensors(part)]
-        attributes = list(walk(plain))
-        opened = mapped(given, self.reference, set(map(id, plain)))
-        step, known = self._add_step(StepKind.UNIT, name, given), len(self.values)
+        step, known = self._add_step("unit", name, given), len(self.values)
         before = self.last_step.pop(name, None)
         step.call = before.call + 1 if before is not None else 0
         self.last_step[name] = step
@@ -388,25 +380,16 @@ class Recorder(TorchFunctionMode):
         own = {self.known(tensor) for tensor in tensors}
         own.update(v for s in record.steps if s.target == name for v in (*s.reads, *s.places))
         uses = partial(self._require_own, name, own)
-        output, is_made_up, writes, cost = self.fakes.run_unit(module, call, given, uses)
+        output, step.is_made_up, writes, cost = self.fakes.run_unit(module, call, given, uses)
         torch.rand(())  # as if it had drawn: a state that is set back is seen
-        cut, sizes = Cut(name, step.call), [tensor.shape for tensor in all_tensors(output)]
-        if is_made_up and self.empty.sizes.setdefault(cut, sizes) != sizes:
-            self.empty.sized.add(cut)
         self.attributes[name] = _attributes_in(module)
-        record.costs[cut] = cost
+        record.costs[Cut(name, step.call)] = cost
         self._note_writes(step, tensors, writes)
-        if _differ(attributes, list(walk(plain))):  # then each call has new objects
-            step.args, step.kwargs = opened
         self._note_outputs(step, output, f"{name} (its output)")
-        for path, tensor in walk(given):  # also what it has put into lists and dicts
+        for path, tensor in walk(given, ((False, "arguments"),)):  # such as in lists and dicts
             if isinstance(tensor, torch.Tensor) and self.known(tensor) is None:
-                value = self.value(tensor, f"{name} (in its arguments)")
-                step.places[value] = Place(path, "arguments")
-        made = [value for value in step.places if value.number >= known]
-        self.unknown.update(made)
-        if cut in self.empty.sized or not record.sized.isdisjoint(step.reads):
-            record.sized.update(made)
+                step.places[self.value(tensor, f"{name} (in its arguments)")] = path
+        self.unknown.update(value for value in step.places if value.number >= known)
         return output
 
     def _require_own(self, name: str, own: set[Any], tensor: torch.Tensor) -> None:
@@ -443,10 +426,9 @@ class Recorder(TorchFunctionMode):
         """Note the output of a module inside of the unit that runs."""
         step, call = next(reversed(self.last_step.values())), self.inner_calls[path]
         self.inner_calls[path] += 1
-        for at, tensor in walk(output):
+        for at, tensor in walk(output, ((False, "inner outputs"), (False, (path, call)))):
             if isinstance(tensor, torch.Tensor):
-                place = Place(at, "inner output", path, call)
-                self.inner_outputs.setdefault(id(tensor), (step, place))
+                self.inner_outputs.setdefault(id(tensor), (step, at))
                 self.kept.append(tensor)
 
 
@@ -477,16 +459,3 @@ def _attributes_in(unit: nn.Module) -> dict[tuple[str, str], Any]:
         for path, part in unit.named_modules()
         for key, value in (*vars(part).items(), *part._parameters.items())
     }
-
-
-def _differ(one: list[tuple[Path, Any]], other: list[tuple[Path, Any]]) -> bool:
-    pairs = zip(one, other, strict=False)
-    return len(one) != len(other) or any(a is not b or p != q for (p, a), (q, b) in pairs)
-
-
-def _needs_data(name: str) -> PartitionError:
-    return PartitionError(
-        f"{line_of_user()}: {name} needs the data of a value that submodules have computed, which "
-        "decides what the forward does next or how large its values are; move it into a submodule "
-        "that one stage runs as a whole, or use torch.where"
-    )

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,17 +24,15 @@ from torch import nn
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.private import private
-from taktline.split.arguments import (
+from taktline.split.steps import (
     Absent,
     Call,
+    Cut,
     all_tensors,
     arguments_of_forward,
-    disable_cache,
     filled,
     mapped,
 )
-from taktline.split.costs import OperationCounter
-from taktline.split.cut import Cut
 from taktline.stage.names import unwrapped
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -74,11 +72,18 @@ class EmptyModel:
         model: stays as it is.
         cuts: what is around these is opened.
         opened: more modules to open.
+        counter: a context around the run of a unit, which has a ``cost`` in the end.
     """
 
-    def __init__(self, model: nn.Module, cuts: Sequence[Cut], opened: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cuts: Sequence[Cut],
+        opened: Collection[str] = (),
+        counter: Callable[[], Any] = nullcontext,
+    ) -> None:
         _require_own_hooks(model)
-        self.kind = type(model)
+        self.kind, self.counter = type(model), counter
         units = _units_of(model, cuts, opened)
         inside = {id(part) for name in units for part in model.get_submodule(name).modules()}
         memo: dict[int, Any] = {}
@@ -87,7 +92,7 @@ class EmptyModel:
             memo[id(module)] = memo.setdefault(id(inner), object.__new__(type(inner)))
             for tensor in (t for _, tensors in _tables_of(module) for t in tensors.values()):
                 if id(module) in inside or isinstance(tensor, nn.Parameter):
-                    memo[id(tensor)] = _empty(tensor, tensor.dtype)
+                    memo[id(tensor)] = _empty(tensor)
         for module in model.modules():
             if unwrapped(module) is module:
                 made = memo[id(module)]
@@ -97,7 +102,10 @@ class EmptyModel:
         self.modules = {name: self.model.get_submodule(name) for name in units}
         if "use_cache" not in arguments_of_forward(self.kind):
             for part in self.model.modules():
-                disable_cache(part)
+                config: Any = vars(part).get("config")
+                if getattr(config, "use_cache", False):  # no stage has the cache of all layers
+                    vars(part)["config"] = config = copy.copy(config)
+                    config.use_cache = False
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         self.parameters = frozenset(parameters)
@@ -106,10 +114,6 @@ class EmptyModel:
         """The parameters and buffers that are in no unit."""
         self.seen: set[int] = set()
         """The lines of forwards that were recorded twice."""
-        self.sizes: dict[Cut, list[torch.Size]] = {}
-        """Those of the outputs of units that ran on made-up data, in the first run of a kind."""
-        self.sized: set[Cut] = set()
-        """The calls of units whose outputs have other sizes with other data."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmptyModel:
         return self
@@ -142,13 +146,14 @@ def _units_of(model: nn.Module, cuts: Sequence[Cut], opened: Collection[str]) ->
         if name in containers or type(unwrapped(module)).forward is nn.Module.forward:
             containers.add(name)
             _require_plain(name, module)
-        elif name in begin or _has_state(module) or any(map(_has_hooks, module.modules())):
+        elif (
+            name in begin
+            or any(map(_has_hooks, module.modules()))
+            or next(module.parameters(), None) is not None
+            or module.state_dict()
+        ):
             found.append(name)
     return found
-
-
-def _has_state(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or bool(module.state_dict())
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -201,14 +206,13 @@ def _tables_of(module: nn.Module) -> list[_Table]:
     return [(t, {k: v for k, v in t.items() if isinstance(v, torch.Tensor)}) for t in tables]
 
 
-def _empty(
-    tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | str = "meta"
-) -> torch.Tensor:
+def _empty(tensor: torch.Tensor, device: torch.device | str = "meta") -> torch.Tensor:
     """A tensor of this kind, without its data."""
+    options: Any = {"dtype": tensor.dtype, "device": device}
     if tensor.layout is torch.strided:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), **options)
     else:
-        made = torch.empty(tensor.shape, dtype=dtype, device=device)
+        made = torch.empty(tensor.shape, **options)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
@@ -223,7 +227,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 _WHAT = "a recorded forward"
 NeedsData = private("torch._subclasses.fake_tensor.DataDependentOutputException", _WHAT)
-_NeedsSizes = private("torch._subclasses.fake_tensor.DynamicOutputShapeException", _WHAT)
+NeedsSizes = private("torch._subclasses.fake_tensor.DynamicOutputShapeException", _WHAT)
 _FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", _WHAT)
 _FakeMode = private("torch._subclasses.fake_tensor.FakeTensorMode", _WHAT)
 _with_data = private("torch._subclasses.fake_tensor.unset_fake_temporarily", _WHAT)
@@ -232,15 +236,6 @@ is_transformed: Callable[[torch.Tensor], bool] = private(
     "torch._C._functorch.is_functorch_wrapped_tensor", _WHAT, otherwise=lambda tensor: False
 )
 """Whether a tensor is one of ``torch.vmap`` and the like."""
-
-
-class Types(NamedTuple):
-    """A type of parameters that has changed since the model was cut."""
-
-    before: torch.dtype
-    now: torch.dtype
-    is_sharded: bool
-    """Whether FSDP has changed it: then buffers have the old one, and inputs of units the new."""
 
 
 def has_data(tensors: Sequence[Any]) -> bool:
@@ -257,11 +252,19 @@ class Fakes:
     """The tensors without data of one recorded forward, on one device.
 
     What a function gets may be partly with data, partly without; then the result has none.
+    ``computes_in`` is the type of FSDP's mixed precision: of parameters, and of what units get.
     """
 
-    def __init__(self, device: torch.device, types: Types | None, made_up: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        computes_in: torch.dtype | None,
+        made_up: int,
+        counter: Callable[[], Any],
+    ) -> None:
         self.mode = _FakeMode(allow_non_fake_inputs=True)
-        self.device, self.types, self.made_up = device, types, made_up
+        self.device, self.computes_in, self.made_up = device, computes_in, made_up
+        self.counter = counter
         self._held: dict[int, Any] = {}
         """Storages, since another one may get the address of one that is freed."""
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -282,31 +285,39 @@ class Fakes:
             self._held[found] = tensor
         return self._same.get(found, found)
 
-    def _empty(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.mode:
-            return _empty(tensor, dtype, self.device)
+            return _empty(tensor, self.device)
 
     def fresh(self, given: torch.Tensor | Absent) -> torch.Tensor:
         """What a recorded forward has in the place of an argument."""
         if isinstance(given, Absent):
             given = torch.empty(given.shape, dtype=given.dtype, device="meta")
         if not has_data([given]):
-            return self._empty(given, given.dtype)
+            return self._empty(given)
         return given.detach().clone().requires_grad_(given.requires_grad)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a recorded forward has in the place of a parameter or buffer."""
-        dtype, types, is_parameter = tensor.dtype, self.types, isinstance(tensor, nn.Parameter)
-        if types is not None and types.before is dtype and (is_parameter or not types.is_sharded):
-            dtype = types.now
-        if is_parameter or not has_data([tensor]):
-            return self._empty(tensor, dtype)
-        made = tensor.detach().to(self.device, dtype, copy=True)
+        if isinstance(tensor, nn.Parameter):
+            return self._cast(self._empty(tensor))
+        if not has_data([tensor]):
+            return self._empty(tensor)
+        made = tensor.detach().to(self.device, copy=True)
         return made.requires_grad_(tensor.requires_grad)
 
-    def as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in the type in which FSDP computes."""
+        if self.computes_in is None or not tensor.is_floating_point():
+            return tensor
+        with self.mode:
+            made = tensor.to(self.computes_in)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+
+    def as_fake(self, tensor: Any) -> Any:
         """A tensor without data in the place of another; the same each time."""
-        if is_fake(tensor):
+        if is_fake(tensor) or isinstance(tensor, Absent):
             return tensor
         if id(tensor) not in self._fakes:
             with _with_data():
@@ -320,48 +331,37 @@ class Fakes:
         return not any(is_fake(each) or self.memory(each) in self._written for each in tensors)
 
     def run(
-        self,
-        func: Callable[..., Any],
-        call: Call,
-        given: Sequence[torch.Tensor],
-        number: Callable[[torch.Tensor], Any],
-    ) -> tuple[Any, bool, set[int]]:
+        self, func: Any, call: Call, given: Sequence[Any], number: Callable[[torch.Tensor], Any]
+    ) -> tuple[Any, set[int]]:
         """Call a function, with data if all that it gets has some.
 
-        Also returns whether data decides the size of its result, which is made up then, and the
-        memory that it changes. ``number`` reads one from a tensor with data, beside some without.
+        Also returns the memory that it changes. ``number`` reads one from a tensor with data,
+        beside some without.
         """
         args, kwargs = call
         if self.have_data(given):
             before = [(each, each._version) for each in given if not each.is_inference()]
             output = func(*args, **kwargs)
-            return output, False, {self.memory(t) for t, version in before if t._version != version}
-        with self.mode, _Watch(self, _NeedsSizes, number=number) as watch:
+            return output, {self.memory(t) for t, version in before if t._version != version}
+        with self.mode, _Watch(self, number=number) as watch:
             output = func(*args, **kwargs)
         self._written |= watch.writes
-        return output, watch.has_made_up, watch.writes
+        return output, watch.writes
 
     def depends_on_data(self, func: Callable[..., Any], call: Call, output: Any) -> bool:
         """Whether a function needs data to return a number, or a tensor of a size."""
         if isinstance(output, (torch.Size, torch.dtype)) or not self.have_data(all_tensors(output)):
             return False
         try:
-            with torch.no_grad(), self.mode, _Watch(self, ()):
-                args, kwargs = filled(mapped(call, self._without_data), {})
+            with torch.no_grad(), self.mode, _Watch(self):
+                args, kwargs = filled(mapped(call, self.as_fake), {})
                 func(*args, **kwargs)
         except Exception:
             return True
         return False
 
-    def _without_data(self, part: torch.Tensor | Absent) -> Any:
-        return self.as_fake(part) if isinstance(part, torch.Tensor) else part
-
     def run_unit(
-        self,
-        unit: nn.Module,
-        call: Callable[..., Any],
-        given: Call,
-        uses: Callable[[torch.Tensor], None],
+        self, unit: nn.Module, call: Any, given: Call, uses: Callable[[torch.Tensor], None]
     ) -> tuple[Any, bool, set[int], int]:
         """Call a unit without data; ``uses`` sees each tensor that it computes with.
 
@@ -371,21 +371,20 @@ class Fakes:
         """
         for tensor in all_tensors(given):
             self.as_fake(tensor)  # outside of the counter
-        watch = _Watch(self, RuntimeError, uses)
-        if self.types is not None and self.types.is_sharded:
-            with self.mode:
-                given = pytree.tree_map_only(torch.Tensor, self._as_in_fsdp, given)
+        watch = _Watch(self, uses)
+        if self.computes_in is not None:
+            given = pytree.tree_map_only(torch.Tensor, self._cast, given)
         args, kwargs = given
         try:
-            with self.mode, OperationCounter() as counter, watch:
+            with self.mode, self.counter() as counter, watch:
                 output = call(*args, **kwargs)
         except PartitionError:
             raise
         except Exception:  # with data, its own error counts
-            with OperationCounter() as counter:
+            with self.counter() as counter:
                 output = self._run_with_data(unit, call, given, watch)
         self._written |= watch.writes
-        return output, watch.has_made_up, watch.writes, counter.cost
+        return output, watch.has_made_up, watch.writes, getattr(counter, "cost", 0)
 
     def _run_with_data(
         self, unit: nn.Module, call: Callable[..., Any], given: Call, watch: _Watch
@@ -394,24 +393,19 @@ class Fakes:
         watch.has_made_up, random = True, torch.Generator().manual_seed(self.made_up)
         reals, fakes = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
 
-        def real(tensor: torch.Tensor | Absent) -> Any:
-            if isinstance(tensor, Absent):
-                return tensor
-            if id(tensor) not in reals:
-                has_data = self.have_data([tensor])
-                made = reals[id(tensor)] = tensor if has_data else _random(tensor, random)
-                fakes[id(made)] = tensor
-            return reals[id(tensor)]
+        def real(tensor: Any) -> Any:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in reals:
+                made = tensor if self.have_data([tensor]) else _random(tensor, random)
+                reals[id(tensor)], fakes[id(made)] = made, tensor
+            return reals.get(id(tensor), tensor)
 
-        def fake(tensor: torch.Tensor | Absent) -> Any:
-            if isinstance(tensor, Absent):
-                return tensor
-            if id(tensor) in fakes:
-                return fakes[id(tensor)]
+        def fake(tensor: Any) -> Any:
+            if not isinstance(tensor, torch.Tensor) or id(tensor) in fakes:
+                return fakes.get(id(tensor), tensor)
             made = self.mode.from_tensor(tensor.detach())
             return made.requires_grad_().clone() if tensor.requires_grad else made
 
-        def change(to: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        def change(to: Callable[[Any], Any]) -> None:
             for table, tensors in (each for part in unit.modules() for each in _tables_of(part)):
                 table.update((key, to(tensor)) for key, tensor in tensors.items())
 
@@ -422,20 +416,16 @@ class Fakes:
         finally:
             change(fake)
         for tensor in all_tensors(given):
-            if (made := reals[id(tensor)]) is not tensor and made._version:
+            if reals[id(tensor)] is not tensor and reals[id(tensor)]._version:
                 watch.writes.add(self.memory(tensor))
         return filled(mapped(output, fake), {})
-
-    def _as_in_fsdp(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert self.types is not None
-        return tensor.to(self.types.now) if tensor.is_floating_point() else tensor
 
 
 class _Watch(_DispatchMode):
     """Sees what runs without data: what it uses and changes, and what needs data.
 
-    That runs on one number everywhere if it fails with an error of ``made_up``: zeros in the first
-    run of a forward, ones in others. An output has a size that depends on data if it differs.
+    In a unit, which has ``uses``, that runs on one number everywhere: zeros in the first run of a
+    forward, ones in others.
     """
 
     supports_higher_order_operators = True
@@ -443,12 +433,11 @@ class _Watch(_DispatchMode):
     def __init__(
         self,
         fakes: Fakes,
-        made_up: Any,
         uses: Callable[[torch.Tensor], None] | None = None,
         number: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
         super().__init__()
-        self._fakes, self._made_up, self._uses, self._number = fakes, made_up, uses, number
+        self._fakes, self._uses, self._number = fakes, uses, number
         self.has_made_up = False
         self.writes: set[int] = set()
 
@@ -473,8 +462,8 @@ class _Watch(_DispatchMode):
             args, kwargs = given
         try:
             return func(*args, **kwargs)
-        except Exception as error:
-            if not isinstance(error, RuntimeError if self.has_made_up else self._made_up):
+        except RuntimeError:
+            if self._uses is None:
                 raise
         self.has_made_up = True
         with _with_data():

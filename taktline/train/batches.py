@@ -26,7 +26,7 @@ from taktline import pytree
 from taktline.errors import BatchError, DataError, SignatureError, TaktlineError, text_of
 from taktline.meta import Signature, is_sharded
 from taktline.runtime.microbatch import Batch, Cutter, Replicate, TensorChunkSpec, describe
-from taktline.split.arguments import arguments_of
+from taktline.split.steps import arguments_of
 from taktline.train.ranks import Ranks
 from taktline.transport import transport_of
 from taktline.transport.base import bytes_of

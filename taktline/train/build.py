@@ -6,7 +6,7 @@ Then each process keeps its own stages, gives them their values, prepares, compi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,12 +30,9 @@ from taktline.runtime.introduction import BUILDING, compared, together
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
-from taktline.split.arguments import Call, arguments_of, arguments_of_forward, without_padding
-from taktline.split.auto import divide
+from taktline.split.auto import Measure, divide, measure_times
 from taktline.split.by_names import without_compiler
-from taktline.split.costs import Measure, measure_times
-from taktline.split.cut import Cut
-from taktline.split.recorded_stage import has_dynamic_shapes
+from taktline.split.steps import Cut, Record, arguments_of, arguments_of_forward, without_padding
 from taktline.stage import PipelineStage, compile_stages
 from taktline.stage.names import declared, named_parameters, unwrapped
 from taktline.text import counted
@@ -169,7 +166,6 @@ def build(given: SimpleNamespace) -> Built:
         state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
     options: dict[str, Any] = {name: getattr(given, name) for name in _OF_SCHEDULE}
     options["seed"] = None if given.seed is None else given.seed + ranks.replica
-    options["dynamic_shapes"] |= any(map(has_dynamic_shapes, modules.values()))
     built = Built(ranks, plan, state, table, given.example, options)
     with guarded(ranks.transport, BUILDING):
         built.schedule._runner.connect()
@@ -387,11 +383,11 @@ def _own_example(model: nn.Module) -> Any:
 def _shared_times(ranks: Ranks) -> Measure:
     """Returns the times that the first process of all replicas has measured, on its device."""
 
-    def measure(model: nn.Module, units: Iterable[str], args: Call) -> dict[Cut, float]:
+    def measure(model: nn.Module, record: Record) -> dict[Cut, float]:
         def measured() -> list[tuple[str, int, float]]:
             if ranks.processes.place:
                 return []
-            times = measure_times(model, units, args, ranks.device)
+            times = measure_times(model, record, ranks.device)
             return [(cut.unit, cut.call, took) for cut, took in times.items()]
 
         call = "Pipeline(measure=True)"

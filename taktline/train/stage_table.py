@@ -21,9 +21,9 @@ from taktline.meta import as_arguments, name_of
 from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
 from taktline.private import private
 from taktline.side_values import SideValues, Skip
-from taktline.split.arguments import all_tensors, arguments_of
 from taktline.split.costs import OperationCounter
 from taktline.split.recorded_stage import crossings_of
+from taktline.split.steps import all_tensors, arguments_of
 from taktline.stage.names import named_parameters
 from taktline.text import size_text, table
 from taktline.transport import Transport

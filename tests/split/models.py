@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import taktline as tl
 from taktline import SplitPoint
 from tests.models import loss_fn, make_batch, make_layers
 
@@ -24,24 +23,6 @@ class Three(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.b(self.a(x)))
-
-
-class Options(nn.Module):
-    """All kinds of arguments, and containers in and out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(
-        self, pair: dict[str, Tensor], y: Tensor | None = None, *, scale: float = 2.0
-    ) -> dict[str, Any]:
-        x = self.a(pair["x"]) * scale
-        tl.pipe_split()
-        x = self.b(x)
-        if y is not None:
-            x = x + y
-        return {"x": (x, pair["z"]), "scale": scale}
 
 
 class ResidualBlock(nn.Module):

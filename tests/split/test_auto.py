@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import taktline as tl
 from taktline.errors import PartitionError
 from taktline.split import Pieces, auto, deferred, materialise
-from taktline.split.costs import OperationCounter
 from tests.split.models import ResidualBlock
 from tests.split.transformers_models import LANGUAGES
 
@@ -212,46 +210,6 @@ class Named(nn.Module):
         return self.head(self.rnn(self.embed(x))[0])
 
 
-def test_recurrent_layers_count() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.LSTM(8, 8), nn.LSTM(8, 8)])
-            self.head = nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x, _ = layer(x)
-            return self.head(x)
-
-    example = (torch.ones(5, 3, 8),)
-    assert starts(auto(Model(), 2, example)) == ("", "layers.1")
-    pipe = tl.Pipeline(Model(), example=example, microbatches=2, ranks=2)
-    work = pipe._built.table.work
-    assert work is not None
-    first, second = work.of("forward", 2)
-    assert first < second, "with the head"
-    with OperationCounter() as counter, torch.no_grad():
-        Model().layers[0](*example)
-    assert counter.flops == 2 * 15 * 2 * 4 * 8 * 8
-
-
-@pytest.mark.parametrize("measure", [False, True])
-def test_a_layer_that_calls_itself(measure: bool) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, again: bool = True) -> Tensor:
-            x = self.linear(x)
-            return self(x, again=False) if again else x
-
-    model, x = nn.Sequential(*(Twice() for _ in range(4))), torch.ones(2, 8)
-    pieces = auto(model, 2, (x,), measure=measure)
-    torch.testing.assert_close(pieces(x), model(x), rtol=0, atol=0)
-
-
 def test_an_encoder_and_a_decoder_are_both_cut() -> None:
     class Towers(nn.Module):
         def __init__(self) -> None:
@@ -300,10 +258,3 @@ def test_a_row_of_layers_that_is_not_called() -> None:
     cuts = ("", "texts.layers.1", "texts.layers.3", "texts.layers.5")
     assert starts(auto(TwoTowers(), 4, (x,))) == cuts
     assert "images.layers.2" in starts(auto(TwoTowers(), 4, (x, images)))
-
-
-def test_hooks_of_what_is_cut() -> None:
-    model = Language()
-    model.register_forward_hook(lambda module, args, output: None)
-    with pytest.raises(PartitionError, match=r"Language has a hook, but is cut: it runs once"):
-        auto(model, 2, (TOKENS,))

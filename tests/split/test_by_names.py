@@ -14,10 +14,8 @@ from torch.nn import functional as F
 
 import taktline as tl
 from taktline import skip
-from taktline.split import recorded_stage
 from tests.split.models import ResNet, ViT
 from tests.split.training import gradients, require_same
-from tests.workers import Workers
 
 SIZE, COUNT = 3, 4  # of a micro-batch, and how many of them
 CPU = torch.device("cpu")
@@ -92,21 +90,6 @@ def test_a_step_has_the_gradients_of_the_model(
     require_same({n: g for rank in ranks for n, g in rank.items()}, plain(name))
 
 
-def train_own(rank: int, group: dist.ProcessGroup, name: str) -> dict[str, Tensor]:
-    return train(rank, group, tl.split.by_names(make(name), MODELS[name][1][2]), "1f1b")
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_over_gloo(workers: Workers, name: str) -> None:
-    ranks = workers.run(train_own, name)
-    found = {n: g for rank in ranks for n, g in rank.items()}
-    expected = plain(name)
-    assert found.keys() == expected.keys()
-    for key, gradient in expected.items():
-        torch.testing.assert_close(found[key], gradient)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_together_the_pieces_are_the_model(name: str) -> None:
     model = make(name)
@@ -129,14 +112,6 @@ def test_together_the_pieces_are_the_model(name: str) -> None:
         for piece in pieces:
             piece.train(mode)
         assert torch.equal(pieces(x), reference(x))
-
-
-def test_images_do_not_travel_to_stages_that_need_none() -> None:
-    pieces = tl.split.by_names(ViT(), ["blocks.2"], example=(images(1)[0],))
-    values, args, kwargs = pieces[0](images(SIZE)[0])
-    assert [value.shape for value in values] == [(SIZE, 5, 8)]
-    assert not any(isinstance(arg, Tensor) for arg in args)
-    assert kwargs == {}
 
 
 def test_what_a_forward_has_made_goes_with_it() -> None:
@@ -203,21 +178,6 @@ def test_what_is_never_called_is_part_of_the_state() -> None:
     assert "parts.spare.weight" in pieces[0].state_dict()
 
 
-class Filled(nn.Module):
-    """Makes tensors that depend on the shape of others alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x)
-        zeros, ones, twos = torch.zeros_like(x), x.new_ones(4), torch.full_like(x, 2.0)
-        for layer in self.layers[1:]:
-            x = layer(x * twos + ones + zeros)
-        return x
-
-
 def test_a_piece_can_be_copied() -> None:
     model, (x, _) = make("vit"), images(SIZE)
     pieces = tl.split.by_names(model, ["blocks.2"], example=(x,))
@@ -226,16 +186,6 @@ def test_a_piece_can_be_copied() -> None:
     copies[1](*copies[0](x)).sum().backward()
     assert gradients(model) == {}
     assert gradients(*copies).keys() == dict(model.named_parameters()).keys()
-
-
-def test_lengths_that_keep_changing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_stage, "KINDS", 8)
-    model = Filled()
-    pieces = tl.split.by_names(model, ["layers.1", "layers.3"], example=(torch.ones(1, 4),))
-    for length in (*range(1, 20), 1):
-        x = torch.ones(length, 4)
-        assert torch.equal(pieces(x), model(x))
-    assert vars(pieces[0])["_cut"].known.cache_info().currsize == 8
 
 
 class Repeated(nn.Module):

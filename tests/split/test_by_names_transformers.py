@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import taktline as tl
-from taktline.errors import PartitionError
 from tests.runtime.parallel import mesh_of
 from tests.split.training import gradients, require_same
 from tests.split.transformers_models import LANGUAGES, loss, texts
@@ -34,37 +33,6 @@ def test_only_its_own_parameters_stay_with_a_piece() -> None:
     gc.collect()
     assert foreign() is None
     assert own() is piece.get_parameter("model.layers.3.mlp.up_proj.weight")
-
-
-def test_types_change_with_the_pieces() -> None:
-    language = LANGUAGES["llama"]
-    words, mask, _ = texts(SIZE)
-    expected = language.make().to(torch.bfloat16)(words, attention_mask=mask).logits
-    pieces = tl.split.by_names(language.make(), language.cuts(4))
-    for piece in pieces:
-        piece.to(torch.bfloat16)
-    assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
-
-
-def test_a_type_that_changes_behind_the_back_of_the_pieces() -> None:
-    language = LANGUAGES["llama"]
-    model = language.make()
-    words, mask, _ = texts(SIZE)
-    pieces = tl.split.by_names(model, language.cuts(4))
-    pieces(words, attention_mask=mask)
-    model.to(torch.bfloat16)
-    message = r"has changed since it was cut, from torch\.float32, but not .* 'model\.rotary_emb"
-    with pytest.raises(PartitionError, match=message):
-        pieces(words, attention_mask=mask)
-
-
-def test_under_autocast() -> None:
-    language = LANGUAGES["llama"]
-    words, mask, _ = texts(SIZE)
-    pieces = tl.split.by_names(language.make(), language.cuts(4))
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = language.make()(words, attention_mask=mask).logits
-        assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
 
 
 def test_checkpoints_of_transformers() -> None:
@@ -88,29 +56,6 @@ def test_labels_reach_the_last_stage() -> None:
     output = pieces(input_ids=words, attention_mask=mask, labels=words)
     assert type(output) is type(model(words))
     assert torch.equal(output.loss, model(words, attention_mask=mask, labels=words).loss)
-
-
-def test_keywords_on_every_rank() -> None:
-    words, mask, target = texts(SIZE * 2)
-
-    def main(rank: int) -> Tensor | None:
-        pieces = tl.split.by_names(LANGUAGES["bert"].make(), ["bert.encoder.layer.2"])
-        schedule = tl.ScheduleGPipe(pieces.build_stage(rank, CPU), 2, loss)
-        output = schedule.step(words, attention_mask=mask, target=target)
-        return None if output is None else output.logits
-
-    expected = LANGUAGES["bert"].make()(words, attention_mask=mask).logits
-    torch.testing.assert_close(tl.local.run(main, 2)[1], expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_model_without_data(name: str) -> None:
-    language = LANGUAGES[name]
-    with torch.device("meta"):
-        model = language.make()
-    pieces = tl.split.by_names(model, language.cuts(4))
-    names = [key for piece in pieces for key, _ in piece.named_parameters()]
-    assert set(names) == {key for key, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def train_replicas(

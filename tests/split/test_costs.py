@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from taktline.errors import PartitionError
 from taktline.split import auto, deferred
-from taktline.split.costs import OperationCounter, measure_times
+from taktline.split.costs import OperationCounter
 from tests.split.test_auto import sizes
 
 ENDS = torch.tensor([8, 16, 24], dtype=torch.int32)
@@ -40,8 +40,6 @@ def counted(run: Callable[[], Any]) -> int:
     ("one", "other", "flops"),
     [
         ((24, 16), (3, 16, 8), 2 * 24 * 16 * 8),  # rows in groups: the experts of a layer
-        ((3, 4, 16), (16, 24), 2 * 4 * 16 * 24),  # columns of the result in groups
-        ((16, 24), (24, 8), 2 * 16 * 24 * 8),  # as in the backward of the first
         ((3, 4, 16), (3, 16, 8), 3 * 2 * 4 * 16 * 8),
     ],
 )
@@ -49,7 +47,7 @@ def test_grouped_products(one: tuple[int, ...], other: tuple[int, ...], flops: i
     first, second = (torch.ones(shape, dtype=torch.bfloat16) for shape in (one, other))
     assert counted(lambda: grouped(first, second)) == flops
     without = first.to("meta"), second.to("meta")
-    ends = None if len(one) == len(other) == 3 else ENDS.to("meta")
+    ends = None if len(one) == 3 else ENDS.to("meta")
     assert counted(lambda: PRIVATE._grouped_mm(*without, offs=ends)) == flops
 
 
@@ -97,23 +95,6 @@ def test_views_cost_nothing_and_other_operations_do() -> None:
     assert twice.cost == 2 * once.cost > 0
 
 
-def test_a_layer_costs_the_same_in_every_version_of_torch() -> None:
-    """Some reshape its result by an operation that does not say that it is a view."""
-    layer, x = nn.Linear(4, 8), torch.ones(2, 3, 4)
-    with OperationCounter() as counter:
-        layer(x)
-    assert counter.calls == 1
-    assert counter.numbers == 6 * 8 + 6 * 4 + 4 * 8 + 8
-
-
-def test_a_table_is_not_read_as_a_whole() -> None:
-    table, rows = torch.ones(1000, 8), torch.tensor([1, 2])
-    for run in (lambda: F.embedding(rows, table), lambda: table[rows]):
-        with OperationCounter() as counter:
-            run()
-        assert counter.numbers == 32
-
-
 def experts(way: str, top: int = 1, wider: int = 1) -> Any:
     """Wide layers, and a head that costs as much as two of the smallest."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -157,48 +138,13 @@ def test_experts_count(way: str) -> None:
         assert sizes(narrow)[-1] < sizes(wide)[-1]
 
 
-class Noted(nn.Module):
-    """Counts its calls, and keeps its input; a copy must do that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("count", torch.zeros(()))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        self.calls += 1
-        return self.linear(x).relu_()
-
-
-@pytest.mark.parametrize("is_empty", [False, True])
-def test_measuring_leaves_a_model_as_it_is(is_empty: bool) -> None:
-    if is_empty:
-        with deferred():
-            model = nn.Sequential(Noted(), Noted())
-    else:
-        model = nn.Sequential(Noted(), Noted())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    times = measure_times(model, ["0", "1"], ((torch.ones(2, 4),), {}))
-    assert [str(cut) for cut in times] == ["0", "1"]
-    assert all(took > 0 for took in times.values())
-    for module in model:
-        assert isinstance(module, Noted)
-        assert module.calls == 0
-        assert "forward" not in vars(module)
-        assert module.linear.weight.grad is None
-    for name, value in model.state_dict().items():
-        assert value.is_meta or torch.equal(value, before[name])
-    assert all(parameter.is_meta is is_empty for parameter in model.parameters())
-
-
 def test_layers_that_cannot_be_measured() -> None:
     class Fails(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
-            raise ValueError("no")
+            if type(input) is Tensor:  # with data
+                raise ValueError("no")
+            return super().forward(input)
 
     model = nn.Sequential(nn.Linear(4, 4), Fails(4, 4))
     with pytest.raises(PartitionError, match="cannot be measured: ValueError: no; leave out"):
-        measure_times(model, ["0", "1"], ((torch.ones(2, 4),), {}))
-    assert "forward" not in vars(model[1])
+        auto(model, 2, (torch.ones(2, 4),), measure=True)

@@ -52,20 +52,6 @@ class Written(Base):
         return self.layers[3](x + self.layers[2](first))
 
 
-class Keywords(Base):
-    """Layers give and take several values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.LSTM(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x, (hidden, cell) = self.first(x)
-        for layer in self.layers:
-            x = layer(x) + hidden[0]
-        return {"x": x, "cell": cell}
-
-
 def unet() -> nn.Module:
     torch.manual_seed(0)
     return UNet()
@@ -80,7 +66,6 @@ CONDITIONS = (X, torch.tensor([0.1, 0.7]), torch.tensor([0, 3]))
     [
         (Conditioned, LAYERS, CONDITIONS),
         (Written, LAYERS, (X,)),
-        (Keywords, LAYERS, (X,)),
         (unet, ["middle", "up.1"], (torch.ones(1, 3, 8, 8),)),
         (unet, ["down.1", "middle", "up.0"], (torch.ones(1, 3, 8, 8),)),
     ],

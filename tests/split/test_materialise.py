@@ -187,24 +187,6 @@ def test_memory_is_that_of_the_piece_and_one_tensor() -> None:
     assert all(layer.weight.is_meta for layer in (*model[:14], *model[16:]))  # pyright: ignore
 
 
-def test_memory_with_a_state_dict() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(20)))
-    state_dict = {name: torch.ones(value.shape) for name, value in model.state_dict().items()}
-    with Peak() as peak:
-        piece = materialise(model[:2], "cpu", state_dict=state_dict)
-    assert peak.most <= sum(4 * tensor.numel() for tensor in tensors(piece).values()) + 100
-    assert tensors(piece)["0.weight"].data_ptr() != state_dict["0.weight"].data_ptr()
-
-
-def test_a_tie_stays_one_parameter() -> None:
-    _, model = _deferred()
-    first = materialise(nn.Sequential(model.embed, model.layers[0]), "cpu")
-    last = materialise(nn.Sequential(model.norm, model.head), "cpu")
-    assert tensors(last)["1.weight"] is tensors(first)["0.weight"]
-    assert model.layers[1].weight.is_meta
-
-
 def test_only_own_names_are_read_from_a_file(tmp_path: Path) -> None:
     usual, (_, model) = Tied(), _deferred()
     state = dict(usual.state_dict())
@@ -250,17 +232,6 @@ def test_names_and_shapes_that_do_not_fit() -> None:
     state = {**usual.state_dict(), "layers.1.bias": torch.zeros(3)}
     with pytest.raises(StateError, match=r"layers.1.bias has the shape \[3\] .* \[8\] here; build"):
         materialise(model, "cpu", state_dict=state)
-
-
-def test_the_type_is_that_of_the_model_and_values_are_copied() -> None:
-    with deferred():
-        model = nn.Linear(2, 2, dtype=torch.bfloat16)
-    model.weight.requires_grad_(False)
-    state = {"weight": torch.eye(2), "bias": torch.ones(2)}
-    materialise(model, "cpu", state_dict=state)
-    state["weight"].zero_()
-    assert torch.equal(model.weight, torch.eye(2, dtype=torch.bfloat16))
-    assert (model.weight.requires_grad, model.bias.requires_grad) == (False, True)
 
 
 def test_buffers_with_unknown_values_are_refused() -> None:

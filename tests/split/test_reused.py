@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import taktline as tl
 from taktline.errors import PartitionError
 from tests.split.training import gradients, made
-from tests.workers import Workers
 
 WIDTH, TIMES = 4, 6
 
@@ -154,29 +151,3 @@ def test_time_is_not_cut_by_itself() -> None:
 def test_an_example_is_needed() -> None:
     with pytest.raises(PartitionError, match=r"'block@2' is one of several calls of 'block'; pass"):
         tl.split.by_names(made(Universal), ["block@2"])
-
-
-def train(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
-    options: dict[str, Any] = {"schedule": "zbv", "microbatches": 4, "mesh": mesh}
-    with tl.Pipeline(made(Universal), example=(numbers(2),), loss_fn=loss_fn, **options) as pipe:
-        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
-        for _ in range(3):
-            pipe.step(numbers(8), target=torch.ones(8, 2))
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: parameter.detach() for name, parameter in pipe.named_parameters()}
-
-
-@pytest.mark.processes
-def test_copies_stay_the_same_over_processes(workers: Workers) -> None:
-    model = made(Universal)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        loss_fn(model(numbers(8)), torch.ones(8, 2)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for found in workers.run(train):
-        assert "block.linear.weight" in found
-        torch.testing.assert_close(found, {name: expected[name] for name in found})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +13,6 @@ from torch import Tensor, nn
 import taktline as tl
 from taktline.errors import PartitionError
 from tests.split.test_idioms import Net, X, require_same
-from tests.split.training import require_plain_training
-
-FOUND: list[Tensor] = []
 
 
 class Layer(nn.Linear):
@@ -76,18 +73,6 @@ class Noting(Layer):
         return x
 
 
-class Global(Layer):
-    def leave(self, x: Tensor, into: Any) -> Tensor:
-        FOUND.append(x)
-        return x
-
-
-class Adding(Layer):
-    def leave(self, x: Tensor, into: Any) -> Tensor:
-        into += x.detach().mean(0)
-        return x
-
-
 def run(self: Any, x: Tensor, into: Any) -> Tensor:
     for block in self.blocks:
         x = block(x, into)
@@ -107,12 +92,6 @@ def inner(self: Any, x: Tensor) -> Tensor:
     return x + sum(part.own for part in self.modules() if isinstance(part, Layer))
 
 
-def deques(self: Any, x: Tensor) -> Tensor:
-    into: deque[Tensor] = deque()
-    x = run(self, x, into)
-    return x + sum(into)
-
-
 def dicts(self: Any, x: Tensor) -> Tensor:
     into: Any = defaultdict(list)
     x = run(self, x, into)
@@ -128,40 +107,15 @@ def notes(self: Any, x: Tensor) -> Tensor:
     return run(self, x, note) + note.own
 
 
-def globally(self: Any, x: Tensor) -> Tensor:
-    FOUND.clear()
-    return self.run(x) + sum(FOUND)
-
-
-def sums(self: Any, x: Tensor) -> Tensor:
-    into = torch.zeros(4)
-    return run(self, x, into) + into
-
-
-def defaults(self: Any, x: Tensor) -> Tensor:
-    return self.run(x) * sum(block.scale for block in self.blocks)
-
-
 @pytest.mark.parametrize(
     ("body", "block"),
     [
-        *((one_by_one, Layer), (inner, Nested), (deques, Putting), (dicts, Putting)),
-        *((from_layer_to_layer, Reading), (notes, Noting), (globally, Global), (sums, Adding)),
-        (defaults, Layer),
+        *((one_by_one, Layer), (inner, Nested), (dicts, Putting)),
+        *((from_layer_to_layer, Reading), (notes, Noting)),
     ],
 )
 def test_what_a_later_stage_uses(body: Any, block: Callable[[], nn.Module]) -> None:
     require_same(lambda: Net(body, block), X)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize(("body", "block"), [(inner, Nested), (dicts, Putting)])
-def test_as_in_the_plain_model(body: Any, block: Callable[[], nn.Module], schedule: str) -> None:
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
-    cuts = ["blocks.1"] if schedule == "1f1b" else ["blocks.0", "blocks.1", "blocks.2"]
-    options: dict[str, Any] = {"schedule": schedule, "ranks": 2, "microbatches": 4, "cuts": cuts}
-    require_plain_training(lambda: Net(body, block), (x,), y, **options)
 
 
 class Outer(nn.Module):

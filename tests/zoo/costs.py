@@ -14,8 +14,7 @@ from unittest import mock
 
 import numpy as np
 
-from taktline.split import costs as split_costs
-from taktline.split.auto import record_layers
+from taktline.split.auto import measure_times, record_layers
 from taktline.split.by_names import as_call
 from tests.zoo.architecture import Architecture
 
@@ -61,13 +60,14 @@ def compare(architecture: Architecture, rows: int = 2) -> Compared:
     """Count the layers of an architecture, and measure them by the time of the processor."""
     model = architecture.make()
     call = as_call(model, architecture.call(rows))
-    counted = record_layers(model, call)[1].costs
-    with mock.patch.object(split_costs, "_clock", time.process_time):  # others may be busy, too
-        measured = split_costs.measure_times(model, {cut.unit for cut in counted}, call)
+    record = record_layers(model, call)[1]
+    clock = {"_clock": time.process_time}  # others may be busy, too
+    with mock.patch.dict(measure_times.__globals__, clock):
+        measured = measure_times(model, record)
     alike: dict[float, list[float]] = defaultdict(list)
-    for cut in counted:
+    for cut, cost in record.costs.items():
         if cut in measured:
-            alike[counted[cut]].append(measured[cut])
+            alike[cost].append(measured[cut])
     return Compared(
         architecture.name,
         [Kind(len(each), cost, median(each)) for cost, each in alike.items()],

@@ -26,9 +26,9 @@ from taktline.compat.torch_pipelining.stage import build_stage
 from taktline.errors import PartitionError, SignatureError
 from taktline.meta import Signature
 from taktline.split import SplitPoint, pipe_split
-from taktline.split.arguments import Absent, Call, Value, filled, key_of, parts_in, without_cache
 from taktline.split.pipe import joined
 from taktline.split.recorded_stage import RecordedStage, StageProgram
+from taktline.split.steps import Absent, Call, Value, filled, key_of, parts_in, without_cache
 from taktline.text import counted
 
 

@@ -1,9 +1,8 @@
-"""Arguments of a call, other nested values, and templates of them.
+"""What a recorded forward consists of: nested values with tensors, its steps, and the record.
 
 Beside the containers that pytree knows, an object with attributes counts as a container if there is
-a tensor in it: a dataclass, a cache of keys and values, a state that blocks hand on. A template
-describes a nested value, with values in the places of its tensors; what is one object in it is so
-in what is made of it, too.
+a tensor in it: a dataclass, a state that blocks hand on. A template describes a nested value, with
+values in the places of its tensors; what is one object in it is so in what is made of it, too.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ import contextlib
 import copy
 import os
 import sys
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from inspect import signature
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -98,11 +98,11 @@ class Node:
 
 _LEAVES = (torch.Tensor, Absent)
 _MADE_ANEW = (tuple, list, dict, slice, defaultdict, deque, OrderedDict)
-"""What is made in each call, also if it is empty, since a unit may add to it."""
+"""What is made in each call, as objects are, since a unit may change it."""
 _NO_OBJECTS = (
     *(type(None), bool, int, float, complex, str, bytes, type, dict, list, tuple, deque),
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType, Absent, Value, State),
-    *(nn.Module, torch.Tensor, torch.Generator),
+    *(nn.Module, torch.Tensor, torch.Generator, Enum),
 )
 _NOT_OF_USERS = ("torch", "builtins", "functools", "enum", "pathlib")
 
@@ -112,13 +112,7 @@ def is_object(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, _NO_OBJECTS) or kind.__module__.split(".")[0] in _NOT_OF_USERS:
         return False
-    return hasattr(value, "__dict__") or bool(getattr(kind, "__dataclass_fields__", None))
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, also those of a dataclass with slots."""
-    slots = [name for name in getattr(value, "__dataclass_fields__", ()) if hasattr(value, name)]
-    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+    return hasattr(value, "__dict__") or hasattr(kind, "__dataclass_fields__")
 
 
 def children_of(value: Any) -> list[tuple[tuple[bool, Any], Any]] | None:
@@ -128,10 +122,13 @@ def children_of(value: Any) -> list[tuple[tuple[bool, Any], Any]] | None:
     if isinstance(value, dict):
         return [((False, key), part) for key, part in value.items()]
     if type(value) is slice:
-        return [((True, name), getattr(value, name)) for name in ("start", "stop", "step")]
-    if is_object(value):
-        return [((True, name), part) for name, part in attributes_of(value).items()]
-    return None
+        names = ["start", "stop", "step"]
+    elif is_object(value):
+        fields = getattr(value, "__dataclass_fields__", ())  # there may be slots
+        names = [*dict.fromkeys((*fields, *getattr(value, "__dict__", ())))]
+    else:
+        return None
+    return [((True, name), getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def walk(value: Any, path: Path = (), seen: set[int] | None = None) -> Iterator[tuple[Path, Any]]:
@@ -157,16 +154,11 @@ def at_path(value: Any, path: Path) -> Any:
     return value
 
 
-def mapped(
-    value: Any,
-    change: Callable[[Any], Any],
-    opened: Collection[int] = (),
-    made: dict[int, Any] | None = None,
-) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
     """The template of a nested value, with its tensors replaced.
 
-    Objects and containers of pytree are left as they are if there are no tensors in them, unless
-    their ids are ``opened``.
+    Objects are made anew in each call, since a unit may change them. Other containers that pytree
+    knows are left as they are if there are no tensors in them.
     """
     kind, children, made = type(value), children_of(value), {} if made is None else made
     if isinstance(value, torch.Tensor) and value.is_nested:
@@ -175,8 +167,8 @@ def mapped(
         return change(value)
     if isinstance(value, Iterator):
         raise _refused(kind, "is used up by a call, and stages make theirs anew; pass a list")
-    is_open = kind in _MADE_ANEW or id(value) in opened
-    if children is None or not (is_open or any(isinstance(p, _LEAVES) for _, p in walk(value))):
+    is_own = kind in _MADE_ANEW or is_object(value)
+    if children is None or not (is_own or any(isinstance(p, _LEAVES) for _, p in walk(value))):
         return value
     if id(value) in made:
         if made[id(value)] is None:
@@ -187,10 +179,10 @@ def mapped(
     is_plain = kind in (tuple, list, dict)
     if not is_plain and (kind in pytree.SUPPORTED_NODES or isinstance(value, tuple)):
         parts, keys = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
-    elif kind not in _MADE_ANEW and not is_object(value):
+    elif not is_own:
         how = "register it with torch.utils._pytree.register_pytree_node"
         raise _refused(kind, f"is a container of its own kind with tensors in it; {how}")
-    parts = [mapped(part, change, opened, made) for part in parts]
+    parts = [mapped(part, change, made) for part in parts]
     if kind is tuple or kind is list:
         made[id(value)] = kind(parts)
     elif kind is dict:
@@ -320,24 +312,6 @@ def without_cache(names: Collection[str], kwargs: Kwargs) -> Kwargs:
     return {**kwargs, "use_cache": False}
 
 
-def disable_cache(container: nn.Module) -> None:
-    """Turn off the cache of a model inside of one that has no argument for it."""
-    config: Any = vars(container).get("config")
-    if getattr(config, "use_cache", False):
-        config = copy.copy(config)
-        config.use_cache = False
-        vars(container)["config"] = config
-
-
-def require_no_cache(kwargs: Kwargs) -> None:
-    """Raise if a call asks for the cache of all layers."""
-    if kwargs.get("use_cache"):
-        raise PartitionError(
-            "use_cache needs the keys and values of the layers of all stages, but each stage has "
-            "only its own; leave it out"
-        )
-
-
 def without_padding(model: nn.Module, dummy: Any) -> Any:
     """An example without padding tokens, of which models warn."""
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
@@ -361,3 +335,156 @@ def line_of_user() -> str:
             return f"{name.removeprefix(here)}:{frame.f_lineno}"
         frame = frame.f_back
     return "the forward"
+
+
+class Cut(NamedTuple):
+    """A call of a submodule with which a stage begins.
+
+    >>> Cut.read("encoder.layer@3", ["encoder.layer"])
+    'encoder.layer@3'
+    """
+
+    unit: str
+    call: int = 0
+    """Which call of the submodule, from 0 up."""
+
+    @classmethod
+    def read(cls, text: str, names: Container[str]) -> Cut:
+        """Parse a cut; ``names`` are the submodules, whose names may contain an @."""
+        unit, _, call = text.rpartition("@")
+        if text in names or not (unit and call.isdecimal()):
+            return cls(text)
+        return cls(unit, int(call))
+
+    def __str__(self) -> str:
+        return f"{self.unit}@{self.call}" if self.call else self.unit
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+
+_SETTINGS: list[tuple[Any, Any]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+]
+"""What a forward may set for a part of it: how to ask, and how to set it."""
+
+
+class Modes(NamedTuple):
+    """The modes of torch in which a step runs."""
+
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype | None], ...]
+    """For each type of device the type in which autocast computes; None if it is off."""
+    settings: tuple[Any, ...]
+
+    @classmethod
+    def now(cls, devices: tuple[str, ...]) -> Modes:
+        """The modes of this thread, for some types of devices."""
+        autocast = [
+            (each, torch.get_autocast_dtype(each) if torch.is_autocast_enabled(each) else None)
+            for each in devices
+        ]
+        settings = tuple([ask() for ask, _ in _SETTINGS])
+        return cls(torch.is_grad_enabled(), tuple(autocast), settings)
+
+    @contextmanager
+    def instead_of(self, outer: Modes) -> Iterator[None]:
+        """Let these be the modes, where they differ from those outside."""
+        with ExitStack() as stack:
+            if self.grad != outer.grad:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            pairs = zip(_SETTINGS, self.settings, outer.settings, strict=True)
+            for (ask, change), setting, before in pairs:
+                if setting != before:
+                    stack.callback(change, ask())
+                    change(setting)
+            for (device, dtype), (_, before) in zip(self.autocast, outer.autocast, strict=True):
+                if dtype != before:
+                    stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+            yield
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """One step of the forward."""
+
+    kind: Literal["unit", "call", "read"]
+    """Calls a submodule, or a function; or reads numbers, which must be those recorded."""
+    target: Any
+    """A function, or the name of a unit."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    modes: Modes
+    line: str
+    """Where the user's code does this."""
+    region: tuple[int, ...]
+    """The numbers of the checkpoints around it, from the outermost on."""
+    places: dict[Value, Path] = field(default_factory=dict)
+    """Where the tensors are that it makes: in its output, or where else a unit has left them."""
+    constants: list[tuple[Path, Any]] = field(default_factory=list)
+    """The numbers, texts and None in the output of a unit."""
+    found: Any = None
+    """What a read has found."""
+    is_guard: bool = False
+    """Whether a read asks for data of arguments alone."""
+    writes: frozenset[int] = frozenset()
+    """The memory that it changes."""
+    is_made_up: bool = False
+    """Whether a unit has run on made-up data."""
+    draws: bool = False
+    """Whether it must run once alone: it draws random numbers, or has side effects."""
+    call: int = 0
+    """Of a unit: which call of it."""
+
+    @property
+    def reads(self) -> list[Value]:
+        """The values that it needs."""
+        return parts_in((self.args, self.kwargs), Value)
+
+    @property
+    def states(self) -> list[State]:
+        """The parameters and buffers that it needs."""
+        return parts_in((self.args, self.kwargs), State)
+
+    def differs(self, found: Any) -> PartitionError:
+        """The error for a read that has found something else."""
+        return PartitionError(
+            f"{self.line} reads {found!r}, where it has read {self.found!r} before: what the "
+            "forward does depends on a random number, or on a buffer that changes, which stages "
+            "cannot decide by themselves; turn that off (a layerdrop of 0), or move it into a "
+            "submodule"
+        )
+
+
+@dataclass(eq=False)
+class Record:
+    """A forward that was recorded once."""
+
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    """The arguments of the model, with values in the places of tensors."""
+    steps: list[Step]
+    result: Any
+    modes: Modes
+    """Those in which the forward was called."""
+    states: list[State]
+    values: list[Value] = field(default_factory=list)
+    costs: dict[Cut, int] = field(default_factory=dict)
+    """What each call of a unit costs, in the order of the calls."""
+    runs: Counter[str] = field(default_factory=Counter)
+    """How often each module has run, also inside of units."""
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    """Calls of modules that are in no unit: the first step of each, and the one after it."""
+    marks: list[int] = field(default_factory=list)
+    """The steps before which the forward has called ``pipe_split()``."""
+    marked_units: set[str] = field(default_factory=set)
+    """The units that call ``pipe_split()`` inside."""
+
+    def calls(self) -> Counter[str]:
+        """How often each unit is called."""
+        return Counter(cut.unit for cut in self.costs)
