@@ -60,6 +60,7 @@ def test_two_hosts_with_ipv6_only() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("schedule", "ranks", "call", "victim", "how"),
     [
