@@ -119,7 +119,8 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
     The norms of single gradients are combined in the order of the model, as torch does for the
     plain model. Then not even the last bit depends on how the model was cut.
     """
-    if norm_type != math.inf and not check("norm_type", norm_type, float, least=0):
+    is_largest = isinstance(norm_type, float) and norm_type == math.inf
+    if not is_largest and not check("norm_type", norm_type, float, least=0):
         refuse("norm_type", "more than 0", norm_type)
     device = built.ranks.device
     with built.everywhere("grad_norm()"):

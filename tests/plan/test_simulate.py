@@ -193,6 +193,13 @@ class TestTimeline:
         assert timeline.busy.tolist() == [1 + 2.5 + 2]
         assert [span.start for span in timeline.spans(0)] == [0, 1, 1, 3.5]
 
+    def test_critical_path_goes_through_slow_links(self) -> None:
+        plan = lower(build("1f1b", ranks=2, microbatches=1))
+        path = simulate(plan, Costs(link=Link(latency=5.0))).critical_path()
+        assert [str(span.action) for span in path] == [
+            "0F0", "0SEND_F0", "1F0", "1B0", "1SEND_B0", "0B0",
+        ]  # fmt: skip
+
 
 class TestMemory:
     def test_what_is_alive_while_and_after(self) -> None:
