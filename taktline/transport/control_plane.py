@@ -127,7 +127,7 @@ class Plane(Ring):
         self._members: WeakSet[Member] = WeakSet()
         self._places: OrderedDict[str, _Place] = OrderedDict()
         self._lost: list[tuple[float, int]] = []  # processes, and when to conclude their loss
-        self._asked = self._looked = self._told = 0.0
+        self._asked, self._looked, self._told = 0.0, 0.0, self._now()
         """When a process asked what all do, steps were looked at, and neighbours were told."""
         self._closing = self._forgotten = False
         self._failure: Verdict | None = None
