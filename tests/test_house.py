@@ -38,11 +38,11 @@ BUDGETS = {
     "stage": 1_783,
     "transport": 3_560,
     "runtime": 5_802,
-    "train": 3_128,
+    "train": 3_125,
     "checkpoint": 1_908,
     "render": 847,
     "cli": 1_448,
-    "compat": 2_253,
+    "compat": 2_276,
     "split": 3_757,
     "": 1_781,
 }

@@ -86,6 +86,19 @@ def test_gradients_outputs_losses(workers: Workers, ranks: int, ours: bool) -> N
     workers.run(_all_schedules, ours, ranks=ranks)
 
 
+def _last_round(rank: int, group: dist.ProcessGroup, name: str) -> None:
+    """16 micro-batches on three ranks: torch has no order for a round that is not full."""
+    program = Program(group, 6, placed(name, rank, 3))
+    schedule = make(name, program, 16)
+    program.train(schedule)
+    assert schedule._on_ours
+
+
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+def test_the_last_round_need_not_be_full(workers: Workers, name: str) -> None:
+    workers.run(_last_round, name, ranks=3)
+
+
 def _uneven(rank: int, group: dist.ProcessGroup, ours: bool) -> list[str]:
     """What is said of batches of 16 in micro-batches that do not divide them."""
     program = Program(group, group.size(), [rank], calls=not ours)

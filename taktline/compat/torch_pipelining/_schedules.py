@@ -298,6 +298,12 @@ def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:
     return make
 
 
+def _order_of(name: str, ranks: int, microbatches: int, stages: int) -> dict[int, list[Any]]:
+    """The computations of each rank in the plan of a name, with so many stages on each."""
+    plan = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages)
+    return {rank: [torchs._Action.from_str(str(a)) for a in plan[rank]] for rank in range(ranks)}
+
+
 @cache
 def _named_maker(name: str, num_stages: int, microbatches: int) -> Any:
     """A function that makes the plan of a name; the same function each time."""
@@ -316,9 +322,7 @@ class _Single(PipelineScheduleSingle):
         return {rank: torchs._add_reduce_grad(row, count) for rank, row in order.items()}
 
     def _order_as_data(self) -> dict[int, list[Any]]:
-        ranks = self._num_stages
-        plan = build(self._plan_name, ranks=ranks, microbatches=self._n_microbatches)
-        return {r: [torchs._Action.from_str(str(a)) for a in plan[r]] for r in range(ranks)}
+        return _order_of(self._plan_name, self._num_stages, self._n_microbatches, 1)
 
     def _plan_maker(self) -> Any:
         return _named_maker(self._plan_name, self._num_stages, self._n_microbatches)
@@ -370,19 +374,38 @@ class _Multi(_PipelineScheduleRuntime):
         return super()._maker_for(order)
 
 
+class _InRounds(_Multi):
+    """A schedule whose micro-batches go through each stage in rounds."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = signature(cls.__bases__[1])  # pyright: ignore
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(*args, **kwargs)
+        except ValueError:
+            rounds = getattr(self, "number_of_rounds", None)
+            if rounds is None or not self._n_microbatches % rounds:
+                raise
+            # The last round is not full: torch has no order for that, but there is a plan.
+            sizes = (self.pp_group_size, self._n_microbatches, self.n_local_stages)
+            self.pipeline_order = _order_of(self._plan_name, *sizes)
+            self._prepare_schedule_with_comms(self.pipeline_order)
+
+
 class ScheduleLoopedBFS(_Multi, torchs.ScheduleLoopedBFS):
     """GPipe over several stages per rank: each stage runs all micro-batches before the next one."""
 
     _plan_name = "looped_bfs"
 
 
-class ScheduleInterleaved1F1B(_Multi, torchs.ScheduleInterleaved1F1B):
+class ScheduleInterleaved1F1B(_InRounds, torchs.ScheduleInterleaved1F1B):
     """1F1B over several stages per rank: a smaller bubble for more messages."""
 
     _plan_name = "interleaved_1f1b"
 
 
-class ScheduleInterleavedZeroBubble(_Multi, torchs.ScheduleInterleavedZeroBubble):
+class ScheduleInterleavedZeroBubble(_InRounds, torchs.ScheduleInterleavedZeroBubble):
     """Interleaved 1F1B whose weight gradients fill what would be the bubble."""
 
     _plan_name = "interleaved_zero_bubble"
