@@ -18,7 +18,7 @@ import torch
 from taktline import pytree
 from taktline.checks import warn
 from taktline.errors import BatchError, MismatchError, StageError, TaktlineError, text_of
-from taktline.runtime.microbatch import Batch, Feed, LossWeights, bounds
+from taktline.runtime.microbatch import Batch, Cutter, Feed, LossWeights, bounds
 from taktline.runtime.program import Failure
 from taktline.runtime.replicas import Replicas
 from taktline.text import by_rank, counted
@@ -198,13 +198,18 @@ class Agreement:
             )
         return records
 
-    def conclude(self, mine: Record, failure: Failure | None, what: str) -> bool:
-        """Agree on the outcome, and on shared losses; returns whether any rank has skips."""
+    def conclude(
+        self, failure: Failure | None, what: str, got: Mapping[int, Sequence[str]] | None = None
+    ) -> dict[str, int]:
+        """Agree on the outcome, and on shared losses; ``got`` has the skips of stages here.
+
+        Returns the last stage of all ranks that gets each skip.
+        """
         feed, relayed = self._feed, None
         # One process has all losses, and need not wait.
         shares = feed.call.share_losses and self._transport.size > 1
         asks = self.asks_to_stop is not None and self.asks_to_stop()
-        mine = mine._replace(failed=int(failure is not None), preempted=int(asks))
+        mine = Record(failed=failure is not None, skips=bool(got), preempted=asks)
         with self.with_replicas(what):
             if shares:
                 # A rank that has failed may lack some losses; no rank reads them then.
@@ -217,13 +222,11 @@ class Agreement:
             self.preempted = any(record.preempted for record in records)
             if shares:
                 put_losses([record.losses for record in records], feed, relayed)
-        return any(record.skips for record in records)
-
-    def routes(self, got: Mapping[int, Sequence[str]]) -> dict[str, int]:
-        """The last stage of all ranks that gets each skip; ``got`` has the skips of stages here."""
+            if not any(record.skips for record in records):
+                return {}
         routes: dict[str, int] = {}
-        mine, shape = list(got.items()), [(int, [str])]
-        shared = share_values(self._transport, mine, shape, "skips of a step", what="the skips")
+        said, shape = list((got or {}).items()), [(int, [str])]
+        shared = share_values(self._transport, said, shape, "skips of a step", what="the skips")
         for stage, names in (each for skips in shared for each in skips):
             routes |= {name: max(stage, routes.get(name, 0)) for name in names}
         return routes
@@ -302,6 +305,20 @@ def words_of(leaf: Any) -> tuple[str, ...]:
 # Losses: their weights, and how ranks share them.
 
 
+def weigh(feed: Feed, cutter: Cutter, *, warned: bool) -> bool:
+    """Set the weights of micro-batches; returns whether a user was warned that sizes differ."""
+    call, count = feed.call, feed.microbatches
+    rows = feed.rows if cutter.fewer else 0
+    feed.scales = shares(rows, count) if call.scale_grads else [1.0] * count
+    feed.added_scales = feed.scales
+    if feed.targets is None:
+        return warned
+    if call.loss_weights is not None:
+        feed.scales = scales(call.loss_weights, feed.targets, normalised=call.scale_grads)
+        return warned
+    return warned or (call.scale_grads and not rows and warn_if_uneven(feed.rows, feed.targets))
+
+
 def shares(rows: int, microbatches: int) -> list[float]:
     """The share of each micro-batch in the rows of a batch; without rows, all are equal.
 
@@ -360,10 +377,14 @@ def scales(weights: LossWeights, targets: Sequence[Any], *, normalised: bool) ->
     return [number / total for number in numbers] if normalised else numbers
 
 
-def listed(found: Mapping[int, torch.Tensor], count: int) -> list[torch.Tensor]:
-    """Losses by micro-batch; zero for one without a loss."""
-    zero = torch.zeros_like(next(iter(found.values())))
-    return [found.get(m, zero) for m in range(count)]
+def hand_over(feed: Feed) -> torch.Tensor | None:
+    """Fill the lists of a call with its losses; returns their mean, if every rank has them."""
+    call = feed.call
+    for wanted, found in ((call.losses, feed.losses), (call.aux_losses, feed.aux_losses)):
+        if wanted is not None and found:
+            zero = torch.zeros_like(next(iter(found.values())))  # for one without a loss
+            wanted[:] = [found.get(m, zero) for m in range(feed.microbatches)]
+    return mean_of(feed.losses, feed.scales) if call.share_losses else None
 
 
 def mean_of(losses: Mapping[int, torch.Tensor], scales: Sequence[float]) -> torch.Tensor | None:

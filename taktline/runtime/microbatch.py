@@ -488,8 +488,7 @@ class Feed:
     added_scales: Sequence[float] = ()
     """The weight of the losses that stages add, for each micro-batch."""
     counts: torch.Tensor | None = None
-    """The product of these and ``grad_scale`` for each micro-batch, in a buffer on the device: for
-    the loss, and for losses that stages add. Only in a captured step, which is replayed."""
+    """In a captured step, which is replayed: these times ``grad_scale``, both on the device."""
     outputs: dict[int, Any] | None = None
     """Outputs of the last stage; None if the caller does not want them."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -22,12 +22,9 @@ from taktline.runtime.agreement import (
     Record,
     compared,
     difference,
+    hand_over,
     inputs_of,
-    listed,
-    mean_of,
-    scales,
-    shares,
-    warn_if_uneven,
+    weigh,
 )
 from taktline.runtime.capture import Captures, Graphs
 from taktline.runtime.introduction import DataCheck, introduce, options_of, whole_model
@@ -179,7 +176,7 @@ class Runner:
                 record, data = self._cut(call, self._check())
             except Exception as raised:
                 error = self.agreement.located(raised)
-            record, kind = self._agree(call, record, data, error)
+            kind = self._agree(call, record, data, error)
             try:
                 self._weigh(call)
             except Exception as raised:
@@ -194,10 +191,8 @@ class Runner:
                     except Exception as raised:
                         failure = Failure(self.agreement.located(raised))
                 got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
-                record = record._replace(skips=int(bool(got)))
-                skips = self.agreement.conclude(record, failure, "the end of a step")
+                routes = self.agreement.conclude(failure, "the end of a step", got)
                 bound.program.settle()
-                routes = self.agreement.routes(got) if skips else {}
             if self.recorder is not None:
                 self.recorder.keep()
             if not self._dynamic_shapes:
@@ -207,10 +202,7 @@ class Runner:
                 self.stepped_at, self.unreduced = next(updates.times), self._ties.accumulating
         if feed.observed:
             update_all(feed.observed)
-        for wanted, found in ((call.losses, feed.losses), (call.aux_losses, feed.aux_losses)):
-            if wanted is not None and found:
-                wanted[:] = listed(found, feed.microbatches)
-        self.loss = mean_of(feed.losses, feed.scales) if call.share_losses else None
+        self.loss = hand_over(feed)
         feed.clear()
         return output
 
@@ -291,11 +283,10 @@ class Runner:
 
     def _agree(
         self, call: Call, record: Record, data: Sequence[Any], error: TaktlineError | None
-    ) -> tuple[Record, tuple[int, ...]]:
+    ) -> tuple[int, ...]:
         """Raise unless all ranks are about to do the same; ``error``: this rank cannot.
 
-        Returns the record of this rank, and the kind of step: mode, micro-batches and inputs of
-        all ranks.
+        Returns the kind of step: mode, micro-batches and inputs of all ranks.
         """
         self._watch.doing = "begins a step"
         number, digests = 0, [0, 0]
@@ -304,7 +295,7 @@ class Runner:
             number = self._calls + 1
             digests = self._data.fingerprints(number, *data)
         mine = record._replace(
-            failed=int(error is not None),
+            failed=error is not None,
             schedule=self._number,
             call=number,
             step=call.number,
@@ -322,8 +313,7 @@ class Runner:
                 self._introduce()
         rows = max(record.batch for record in records)
         self._feed.rows, self._feed.microbatches = rows, self.cutter.parts(rows)
-        kind = (call.trains, self._feed.microbatches, *(each.inputs for each in records))
-        return mine, kind
+        return call.trains, self._feed.microbatches, *(record.inputs for record in records)
 
     def _introduce(self) -> None:
         """Before the first step: compare the parts of all ranks, and open the channels."""
@@ -369,17 +359,7 @@ class Runner:
         call.batch.check(feed.rows)
         if self._computes_losses:
             feed.targets = call.batch.targets(feed.rows)
-        rows = feed.rows if self.cutter.fewer else 0
-        feed.scales = [1.0] * feed.microbatches
-        if call.scale_grads:
-            feed.scales = shares(rows, feed.microbatches)
-        feed.added_scales = feed.scales
-        if feed.targets is None:
-            return
-        if call.loss_weights is not None:
-            feed.scales = scales(call.loss_weights, feed.targets, normalised=call.scale_grads)
-        elif call.scale_grads and not rows and not self._warned:
-            self._warned = warn_if_uneven(feed.rows, feed.targets)
+        self._warned = weigh(feed, self.cutter, warned=self._warned)
 
     def _compute(
         self, kind: tuple[int, ...], bound: Bound, failure: Failure | None
@@ -535,11 +515,11 @@ class Runner:
         self._feed.clear()  # there are no losses to share
         what = "the end of accumulate()"
         # Before any collective: a rank in another step would not answer.
-        self.agreement.conclude(Record(), failure, what)
+        self.agreement.conclude(failure, what)
         with guarded(self.transport, what):
             self.replicas.catch_up()
         if self._ties.there:
-            self.agreement.conclude(Record(), self._ties.add_up(None), what)
+            self.agreement.conclude(self._ties.add_up(None), what)
 
 
 def _autocast(device: torch.device) -> str:

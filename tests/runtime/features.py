@@ -79,39 +79,24 @@ class Many(Layer):
 
 
 class Nested(Layer):
-    """Dicts in lists in dicts, with non-tensors among them, as one argument."""
+    """Containers of every kind in each other, with non-tensors among them, as one argument."""
 
     def forward(self, given: Any) -> Any:
         if not self.first:
-            assert given["notes"] == {"stage": self.stage - 1, "empty": [], "none": None}
-            left, (right,) = given["parts"]
-            given = left + right["deep"]
+            notes = {"stage": self.stage - 1, "empty": [], "none": None}
+            assert given["notes"] == notes
+            left, (pair,), hidden = given["parts"]
+            assert (type(pair), pair.rest.rest, hidden.name) == (Pair, "unused", "hidden")
+            # Every other time, the mask is left out.
+            mask = 1 if hidden.mask is None else hidden.mask
+            given = left + pair.hidden["deep"] + pair.rest.hidden + hidden.state * mask
         x = self.compute(given)
         if self.last:
             return x
+        pair = Pair({"deep": x.square()}, Pair(x.exp(), "unused"))
+        hidden = Hidden(x, x > 0 if self.stage % 2 else None, "hidden")
         notes = {"stage": self.stage, "empty": [], "none": None}
-        return {"parts": [x, ({"deep": x.square()},)], "notes": notes}
-
-
-class NamedFields(Layer):
-    """A named tuple of a tensor and another one."""
-
-    def forward(self, given: Any) -> Any:
-        if isinstance(given, Pair):
-            given = given.hidden + given.rest.hidden
-        x = self.compute(given)
-        return x if self.last else Pair(x, Pair(x.exp(), "unused"))
-
-
-class DataClass(Layer):
-    """A dataclass, whose mask is left out every other time."""
-
-    def forward(self, given: Any) -> Any:
-        if isinstance(given, Hidden):
-            assert given.name == "hidden"
-            given = given.state if given.mask is None else given.state * given.mask
-        x = self.compute(given)
-        return x if self.last else Hidden(x, x > 0 if self.stage % 2 else None, "hidden")
+        return {"parts": [x, (pair,), hidden], "notes": notes}
 
 
 class Layouts(Layer):
@@ -448,8 +433,6 @@ def of(make: Any, **options: Any) -> Any:
 FEATURES = {
     "several": scenario(Many),
     "nested": scenario(Nested),
-    "named tuple": scenario(NamedFields),
-    "dataclass": scenario(DataClass),
     "layouts": scenario(Layouts),
     "low precision": scenario(LowPrecision),
     "twice": scenario(Twice),

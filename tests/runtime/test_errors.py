@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import BatchError
@@ -102,6 +103,32 @@ class Grows(nn.Linear):
         self.calls += 1
         output = super().forward(input)
         return output if self.calls <= 4 else torch.cat([output, output])
+
+
+class Puts(nn.Linear):
+    """Puts and gets as it is told."""
+
+    def __init__(self, puts: tuple[str, ...] = (), gets: tuple[str, ...] = ()) -> None:
+        super().__init__(4, 4)
+        self.puts = puts
+        self.gets = gets
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
+        for name in self.gets:
+            x = x + tl.skip.get(name)
+        for name in self.puts:
+            tl.skip.put(name, x)
+        return super().forward(x)
+
+
+class Recomputes(Puts):
+    """Gets a value in a checkpointed block, and puts another one in its place."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = checkpoint(lambda x: torch.sin(x + tl.skip.get("a")), input, use_reentrant=False)
+        tl.skip.put("a", x)
+        return super().forward(x + tl.skip.get("a"))
 
 
 def without_gradients(rank: int, group: Any) -> None:
@@ -323,6 +350,38 @@ CASES: dict[str, tuple[Main, type[Exception], str]] = {
         cut_in_part,
         BatchError,
         "rank 1: target_mbs has 8 micro-batches, but this batch has 6; pass 6",
+    ),
+    "a skip never got": (
+        lambda r, g: run(make(r, g, module=(Puts(("a", "b")), Puts(("c",)))[r])),
+        tl.StageError,
+        "rank 1, stage 1, micro-batch 0 (1F0): SkipError: no stage gets 'a' (put by stage 0), 'b' "
+        "(put by stage 0), 'c' (put by stage 1); get each of them, or do not put it",
+    ),
+    "a skip got too early": (
+        lambda r, g: run(make(r, g, module=(Puts(("a",), ("b",)), Puts(("b",), ("a",)))[r])),
+        tl.StageError,
+        "rank 0, stage 0, micro-batch 0 (0F0): SkipError: stage 0 gets 'b', but no stage up to "
+        "here has put it; put it in this stage or an earlier one, before it is got",
+    ),
+    "a skip got under another name": (
+        lambda r, g: run(make(r, g, module=(Puts(("a", "b")), Puts((), ("A",)))[r])),
+        tl.StageError,
+        "rank 1, stage 1, micro-batch 0 (1F0): SkipError: stage 1 gets 'A', but no stage up to "
+        "here has put it; no stage has got 'a' (put by stage 0), 'b' (put by stage 0); put it in "
+        "this stage or an earlier one, before it is got",
+    ),
+    "a skip put twice": (
+        lambda r, g: run(make(r, g, module=(Puts(("a",)), Puts(("a",)))[r])),
+        tl.StageError,
+        "rank 1, stage 1, micro-batch 0 (1F0): SkipError: 'a' is put by stage 0 and again by stage "
+        "1, before any stage has got it; use a different name for each value",
+    ),
+    "a skip replaced before it is got again": (
+        lambda r, g: run(make(r, g, module=(Puts(("a",)), Recomputes())[r])),
+        tl.StageError,
+        "rank 1, stage 1, micro-batch 0 (1B0): SkipError: a checkpointed block of stage 1 gets 'a' "
+        "a second time, but the stage has put another value under that name since; use a "
+        "different name",
     ),
     "a target that cannot be cut": (
         lambda r, g: run(

@@ -208,6 +208,16 @@ def test_who_counts_rows_or_sums_does_not_warn() -> None:
     assert warned(tl.ScheduleGPipe(stage, 4, F.mse_loss, scale_grads=False), 10) == []
 
 
+def test_sums_in_which_no_micro_batch_counts() -> None:
+    """The step failed in the mean of no losses."""
+    stage = tl.PipelineStage(nn.Linear(DIM, DIM), 0, 1, CPU)
+    schedule = tl.ScheduleGPipe(stage, 4, F.mse_loss, scale_grads=False)
+    x = torch.ones(8, DIM)
+    schedule.step(x, target=x, loss_weights=[0] * 4, share_losses=True)
+    assert schedule.loss is not None
+    assert schedule.loss.isnan()
+
+
 def test_scale_grads_can_be_set_later() -> None:
     stage = tl.PipelineStage(nn.Linear(DIM, DIM), 0, 1, CPU)
     schedule = tl.ScheduleGPipe(stage, 4, F.mse_loss)

@@ -79,36 +79,6 @@ def test_outputs_that_cannot_be_joined(outcomes: Outcomes) -> None:
         assert str(error).endswith("; pass return_outputs=False if you do not need them")
 
 
-class Watches(nn.Module):
-    """Counts its forwards, and looks at what could be disturbed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-        self.norm = nn.BatchNorm1d(DIM)
-        self.forwards = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        assert self.linear.weight.grad is None or self.forwards > 1
-        return self.norm(self.linear(x))
-
-
-def test_learning_runs_nothing_twice_and_draws_no_random_numbers() -> None:
-    def main(rank: int) -> None:
-        module = Watches()
-        stage = tl.PipelineStage(module, rank, 2, CPU)
-        schedule = tl.ScheduleGPipe(stage, 4, F.mse_loss)
-        x, target = torch.randn(2, 8, DIM)
-        state = torch.get_rng_state()
-        schedule.step(x, target=target)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert module.forwards == 4
-        assert module.norm.state_dict()["num_batches_tracked"] == 4
-
-    tl.local.run(main, 2)
-
-
 class Grows(nn.Linear):
     """Gives more in training than in evaluation mode."""
 
@@ -167,65 +137,34 @@ def test_texts_are_kept_apart() -> None:
     assert 0 <= digest_of(["\ud800"]) < 2**63
 
 
-class Scales(nn.Module):
-    """Hands a number on beside its output; the next stage notes it."""
+class Casts(nn.Linear):
+    """Casts its output to the type that a call asks for, and hands on the factor of a loss."""
 
     def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
+        super().__init__(4, 4)
         self.first = first
-        self.seen: list[float] = []
+        self.seen: list[Any] = []
 
-    def forward(self, x: Tensor, scale: float) -> Any:
-        self.seen.append(scale)
-        x = self.linear(x)
-        return (x, scale) if self.first else x
+    def forward(self, input: Tensor, factor: float = 1.0, dtype: Any = torch.float32) -> Any:
+        self.seen.append((math.copysign(1.0, factor), dtype, torch.is_autocast_enabled("cpu")))
+        x = super().forward(input.float()).to(dtype)
+        return (x, factor, dtype) if self.first else x
 
 
-def test_a_sign_reaches_the_next_stage() -> None:
-    def main(rank: int) -> list[float]:
-        module = Scales(first=rank == 0)
+def test_a_sign_a_type_and_autocast_may_change_from_call_to_call() -> None:
+    single, half = torch.float32, torch.bfloat16
+    calls = [(0.0, single, False), (-0.0, single, False), (1.0, half, False), (0.0, single, True)]
+    calls = [*calls, calls[1], calls[3], calls[2], calls[0]]
+
+    def main(rank: int) -> list[Any]:
+        module = Casts(first=rank == 0)
         stage = tl.PipelineStage(module, rank, 2, CPU)
-        schedule = tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)
-        x = torch.ones(4, 2)
-        for scale in (0.0, -0.0, 1.0, 0.0):
-            schedule.step(x, scale, target=x)
-        return [math.copysign(1.0, scale) for scale in module.seen]
-
-    assert tl.local.run(main, 2) == [[1, 1, -1, -1, 1, 1, 1, 1]] * 2
-
-
-def test_the_same_shapes_under_autocast() -> None:
-    def main(rank: int) -> int:
-        stage = tl.PipelineStage(nn.Linear(4, 4), rank, 2, CPU)
         schedule = tl.ScheduleGPipe(stage, 2, lambda out, y: (out.float() - y).square().mean())
         x = torch.ones(4, 4)
-        for enabled in (False, True, False, True):
+        for factor, dtype, enabled in calls:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-                schedule.step(x, target=x)
-        return schedule.steps
+                schedule.step(x, factor, dtype, target=x)
+        return module.seen
 
-    assert tl.local.run(main, 2) == [4, 4]
-
-
-class Casts(nn.Module):
-    """Casts its output to the type that a call asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.linear(x.float()).to(dtype)
-
-
-def test_a_type_may_change_from_call_to_call() -> None:
-    def main(rank: int) -> int:
-        stage = tl.PipelineStage(Casts(), rank, 2, CPU)
-        schedule = tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)
-        x = torch.ones(4, 4)
-        for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
-            schedule.step(*[x, dtype][: 2 - rank], target=x)
-        return schedule.steps
-
-    assert tl.local.run(main, 2) == [4, 4]
+    seen = [(math.copysign(1.0, factor), *rest) for factor, *rest in calls for _ in range(2)]
+    assert tl.local.run(main, 2) == [seen] * 2
