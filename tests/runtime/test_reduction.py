@@ -31,6 +31,7 @@ from tests.runtime.parallel import (
     collectives_of,
     in_ddp,
     in_fsdp,
+    in_nested_fsdp,
     mesh_of,
     run_case,
     run_logged,
@@ -42,15 +43,6 @@ from tests.runtime.test_agreement import OF_ONE_BATCH
 from tests.workers import Workers
 
 FSDP = {"UNSHARD": "all_gather", "REDUCE_GRAD": "reduce_scatter"}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_collectives_happen_where_the_plan_says(workers: Workers, schedule: str) -> None:
-    case = Case(schedule, in_fsdp)
-    lowered = tl.lower(case.plan, keep_ready=3, reduce=True)
-    for rank, (events, _) in enumerate(workers.run(run_logged, case, ranks=4)):
-        assert events == collectives_of(lowered, rank // 2, **FSDP)
 
 
 def moved() -> dict[str, Texts]:
@@ -72,33 +64,41 @@ def moved() -> dict[str, Texts]:
     return {"tight": tight, "late": late, "early": early}
 
 
+def planned() -> list[Any]:
+    """Cases with the plan that their stages run; None: the schedule's own, with one step."""
+    found: dict[str, Any] = {name: (Case(name, in_fsdp), None) for name in SCHEDULES}
+    for name, plan in moved().items():
+        case = Case("ScheduleInterleaved1F1B", in_fsdp, microbatches=2)
+        found[name] = case, plan
+    # What is gathered anew for a backward is still on its way when the backward looks for it.
+    for turn, name in enumerate(("interleaved_zero_bubble", "zbv", "dualpipev")):
+        wrap = (in_fsdp, in_nested_fsdp)[turn % 2]
+        case = Case(name, wrap, ("step", "step"))
+        plan = texts(add_reduce(add_shard(case.plan, keep_ready=1)))
+        found[f"one at a time-{name}"] = case, plan
+    return [pytest.param(*both, id=name) for name, both in found.items()]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["tight", "late", "early"])
-def test_moved_actions_happen_where_they_were_moved(workers: Workers, name: str) -> None:
-    plan = moved()[name]
-    case = Case("ScheduleInterleaved1F1B", in_fsdp, microbatches=2)
+@pytest.mark.parametrize(("case", "plan"), planned())
+def test_collectives_happen_where_the_plan_says(
+    workers: Workers, case: Case, plan: Texts | None
+) -> None:
+    lowered = tl.lower(case.plan, keep_ready=3, reduce=True)
+    lowered = lowered if plan is None else Plan.from_actions(plan)
     results = workers.run(run_logged, case, plan, ranks=4)
     for rank, (events, _) in enumerate(results):
-        assert events == collectives_of(Plan.from_actions(plan), rank // 2, **FSDP)
-    assert (
-        len({tuple(collectives_of(Plan.from_actions(p), 0, **FSDP)) for p in moved().values()}) == 3
-    )
+        if case.wrap is in_fsdp:
+            assert events == collectives_of(lowered, rank // 2, **FSDP) * len(case.calls)
+        else:
+            computed = [event for event in events if event[0].isdigit()]
+            assert computed == collectives_of(lowered, rank // 2) * len(case.calls)
     assert_gradients([found for _, found in results], run_plain(case)[0], case)
 
 
-# What is gathered anew for a backward is still on its way when the backward looks for it.
-@pytest.mark.processes
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("wrapper", ["fsdp", "nested_fsdp"])
-@pytest.mark.parametrize("name", ["interleaved_zero_bubble", "zbv", "dualpipev"])
-def test_one_stage_gathered_at_a_time(workers: Workers, name: str, wrapper: str) -> None:
-    case = Case(name, WRAPPERS[wrapper], ("step", "step"))
-    plan = add_reduce(add_shard(case.plan, keep_ready=1))
-    results = workers.run(run_logged, case, texts(plan), ranks=4)
-    assert_gradients([found for _, found in results], run_plain(case)[0], case)
-    for rank, (events, _) in enumerate(results):
-        computed = [event for event in events if event[0].isdigit()]
-        assert computed == collectives_of(plan, rank // 2) * 2
+def test_moved_actions_are_at_other_places() -> None:
+    orders = [collectives_of(Plan.from_actions(plan), 0, **FSDP) for plan in moved().values()]
+    assert len(set(map(tuple, orders))) == 3
 
 
 def run_gathered(rank: int, group: dist.ProcessGroup, case: Case, plan: Texts) -> list[int]:
@@ -276,28 +276,6 @@ def test_ranks_agree_on_a_plan_where_only_some_hold_wrapped_stages(workers: Work
         mean = (gradient + results[1][0][name]) / 2
         torch.testing.assert_close(mean, gradients[name], rtol=1e-9, atol=1e-12)
         assert not torch.equal(gradient, results[1][0][name])
-
-
-@pytest.mark.parametrize(
-    ("shards", "text"),
-    [
-        (False, "0F0 0F1 0SEND_F0 0SEND_F1 2RECV_F0 2RECV_F1 2F0 2F1 2SEND_F0 2SEND_F1"),
-        (
-            True,
-            "0UNSHARD 2UNSHARD 0F0 0F1 0SEND_F0 0SEND_F1 2RECV_F0 2RECV_F1 0RESHARD 2F0 2F1 "
-            "2SEND_F0 2SEND_F1 2RESHARD",
-        ),
-    ],
-)
-def test_forwards_alone_are_gathered_and_never_reduced(shards: bool, text: str) -> None:
-    plan = tl.build("looped_bfs", ranks=2, microbatches=2)
-    runnable = Runnable(plan)
-    runnable.wrap(shards=shards, reduces=True)
-    found = texts(runnable.forward_only)[0]
-    assert sorted(found) == sorted(text.split())
-    assert [a for a in found if "SEND" not in a and "RECV" not in a] == [
-        a for a in text.split() if "SEND" not in a and "RECV" not in a
-    ]
 
 
 def test_a_plan_is_spelled_out_only_where_it_says_nothing() -> None:

@@ -145,14 +145,14 @@ class Casts(nn.Linear):
         self.first = first
         self.seen: list[Any] = []
 
-    def forward(self, input: Tensor, factor: float = 1.0, dtype: Any = torch.float32) -> Any:
+    def forward(self, input: Tensor, factor: float = 1.0, dtype: str = "float32") -> Any:
         self.seen.append((math.copysign(1.0, factor), dtype, torch.is_autocast_enabled("cpu")))
-        x = super().forward(input.float()).to(dtype)
+        x = super().forward(input.float()).to(getattr(torch, dtype))
         return (x, factor, dtype) if self.first else x
 
 
 def test_a_sign_a_type_and_autocast_may_change_from_call_to_call() -> None:
-    single, half = torch.float32, torch.bfloat16
+    single, half = "float32", "bfloat16"
     calls = [(0.0, single, False), (-0.0, single, False), (1.0, half, False), (0.0, single, True)]
     calls = [*calls, calls[1], calls[3], calls[2], calls[0]]
 
