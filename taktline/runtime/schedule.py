@@ -353,10 +353,14 @@ class _Multi(_Named):
     """A schedule with several stages per rank.
 
     ``max_active_stages`` is how many stages of this rank in ``fully_shard`` are gathered at a time,
-    and ``unshard_lookahead`` how many of them in advance. ``max_outstanding_sends`` is how many
-    messages may be under way before the next one waits. ``backward_requires_autograd``,
-    ``defer_pp_recv`` and ``defer_reduce_grad_wait`` are accepted for scripts that pass them, and
-    change nothing.
+    and ``unshard_lookahead`` how many of them in advance: "full" for all, "auto" for two on the
+    first rank and one more on each, or a number for each rank. ``max_outstanding_sends`` is how
+    many messages may be under way before the next one waits; a first step, in which shapes are
+    learned, has no limit.
+
+    ``backward_requires_autograd``, ``defer_pp_recv`` and ``defer_reduce_grad_wait`` are accepted
+    for scripts that pass them, and change nothing: a plan's receives are posted where they overlap
+    and hold up no send, and reductions are waited for at the end of a step.
     """
 
     def __init__(
