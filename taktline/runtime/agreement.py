@@ -51,14 +51,6 @@ class Record(NamedTuple):
     preempted: int = 0  # at the end: whether the rank was asked to stop
     losses: tuple[int, ...] = ()  # at the end, if they are shared
 
-    @classmethod
-    def read(cls, ranks: Sequence[Sequence[int]]) -> list[Record]:
-        """The records whose numbers the ranks have shared."""
-        count = len(cls._fields) - 1
-        if min(map(len, ranks)) < count:
-            raise MismatchError("a rank runs another version of Taktline; install one on all ranks")
-        return [Record(*numbers[:count], losses=tuple(numbers[count:])) for numbers in ranks]
-
 
 class Field(NamedTuple):
     """A field of a record that all ranks must have in common, and the words if they do not."""
@@ -189,7 +181,9 @@ class Agreement:
             if error is not None:
                 raise error
             return [mine]
-        records = Record.read(self._transport.exchange([*mine[:-1], *mine.losses], what))
+        count = len(mine) - 1
+        rows = self._transport.exchange([*mine[:-1], *mine.losses], what)
+        records = [Record(*row[:count], losses=tuple(row[count:])) for row in rows]
         if self.relay is not None:
             self.relay.settle()
         if any(record.failed for record in records):
@@ -231,10 +225,6 @@ class Agreement:
             routes |= {name: max(stage, routes.get(name, 0)) for name in names}
         return routes
 
-    def located(self, error: Exception) -> TaktlineError:
-        """An error from before or after the program, with its rank."""
-        return located(error, self._transport, BatchError)
-
     def judge(self, error: Exception, located: StageError | None) -> None:
         """Raise if the ranks cannot go on: another rank failed, or others compute with this one."""
         if not isinstance(self._transport, Distributed):
@@ -247,13 +237,13 @@ class Agreement:
             raise located
 
 
-def located(error: Exception, transport: Transport, other: type[TaktlineError]) -> TaktlineError:
-    """An error for all ranks: with its rank, and of the class ``other`` if it is not ours."""
+def located(error: Exception, transport: Transport, kind: type[Any] = BatchError) -> TaktlineError:
+    """An error for all ranks: with its rank, and of a kind of ours if it is not yet."""
     rank = f"rank {transport.rank}: " if transport.size > 1 else ""
     if isinstance(error, TaktlineError):
         found = retold(error, f"{rank}{text_of(error)}")
     else:
-        found = other(f"{rank}{type(error).__name__}: {text_of(error)}")
+        found = kind(f"{rank}{type(error).__name__}: {text_of(error)}")
     found.__cause__ = error
     return found
 

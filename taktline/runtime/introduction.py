@@ -131,12 +131,8 @@ def first_difference(
     )
 
 
-_Texts = Mapping[tuple[str, str], str]
-"""What a blueprint says, by topic and name."""
-
-
-def _worded(first: str, second: str, one: _Texts, two: _Texts) -> str:
-    """The first difference between the texts of two ranks."""
+def _worded(first: str, second: str, one: Mapping[Any, str], two: Mapping[Any, str]) -> str:
+    """The first difference between the texts of two ranks, by topic and name."""
     for topic, name in sorted({**one, **two}, key=lambda key: TOPICS.index(key[0])):
         text, text2 = one.get((topic, name)), two.get((topic, name))
         if text == text2:

@@ -39,10 +39,9 @@ class Limits:
                 "unshard_lookahead must be 'full', 'auto', or a tuple of a whole number for each "
                 f"rank, got {ahead!r}"
             )
-        if isinstance(ahead, tuple):
-            for rank, number in enumerate(ahead):
-                name = f"unshard_lookahead[{rank}]"
-                check(name, number, int, least=1, most=most, error=ScheduleError)
+        for rank, number in enumerate(() if isinstance(ahead, str) else ahead):
+            name = f"unshard_lookahead[{rank}]"
+            check(name, number, int, least=1, most=most, error=ScheduleError)
 
     def ahead(self, ranks: int) -> list[int]:
         """For each rank, how many stages are gathered in advance.

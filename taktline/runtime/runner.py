@@ -24,6 +24,7 @@ from taktline.runtime.agreement import (
     difference,
     hand_over,
     inputs_of,
+    located,
     weigh,
 )
 from taktline.runtime.capture import Captures, Graphs
@@ -43,6 +44,8 @@ from taktline.transport import Channel, Transport, transport_of
 from taktline.transport.base import Alone, Turn
 from taktline.transport.distributed import Distributed
 
+_READ_AT_ONCE = ("cpu",)
+"""The devices whose results can be read without a wait."""
 _REMEMBERED = 8
 """The most kinds of steps whose programs are kept."""
 _numbered: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
@@ -175,12 +178,12 @@ class Runner:
                 call.check()
                 record, data = self._cut(call, self._check())
             except Exception as raised:
-                error = self.agreement.located(raised)
+                error = located(raised, self.transport)
             kind = self._agree(call, record, data, error)
             try:
                 self._weigh(call)
             except Exception as raised:
-                failure = Failure(self.agreement.located(raised))
+                failure = Failure(located(raised, self.transport))
             known = self._known.pop(kind, None)
             bound = known if isinstance(known, Bound) else self._bind(known, call.trains)
             with self._ties.step(trains=call.trains) if self._ties.there else nullcontext():
@@ -189,7 +192,7 @@ class Runner:
                     try:
                         output = self.merged(feed)
                     except Exception as raised:
-                        failure = Failure(self.agreement.located(raised))
+                        failure = Failure(located(raised, self.transport))
                 got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
                 routes = self.agreement.conclude(failure, "the end of a step", got)
                 bound.program.settle()
@@ -213,7 +216,6 @@ class Runner:
         self._watch.seconds, self._watch.program = self.stall_after, None
         watched = self._watch if isinstance(transport, Distributed) else nullcontext()
         with self._turn, watched:
-            self._feed.clear()
             try:
                 yield self._feed
             except BaseException as raised:  # also Ctrl-C, or a wait in a group that is not ours
@@ -348,7 +350,7 @@ class Runner:
         if self.transport.size == 1 and self._drawing is None:
             self._drawing = Drawing(self.device)
         ties.begin(self.transport, plan.placement.rank_of)
-        if self.transport.size > 1 and not _on_host(self.device):
+        if self.transport.size > 1 and self.device.type not in _READ_AT_ONCE:
             self.agreement.relay = LossRelay(self.transport, rank_of, self.device)
         updates.watch()
         self._number = _numbered[self.transport] = ranks[0]["number"]
@@ -492,10 +494,9 @@ class Runner:
                 self._accumulate(outer)
                 self.replicas.forget()
                 if isinstance(raised, Exception) and not self._failed:
-                    said = f"{type(raised).__name__}: {text_of(raised)}"
                     error = MismatchError(
                         f"rank {self.transport.rank} has left accumulate() by an error, so nothing "
-                        f"was added up: {said}"
+                        f"was added up: {type(raised).__name__}: {text_of(raised)}"
                     )
                     with suppress(TaktlineError):  # the other ranks are in another call
                         self._end_accumulating(Failure(error))
@@ -526,8 +527,3 @@ def _autocast(device: torch.device) -> str:
     """The types of autocast, which decide what crosses boundaries."""
     kinds = dict.fromkeys(("cpu", device.type))
     return str([torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)])
-
-
-def _on_host(device: torch.device) -> bool:
-    """Whether results on a device can be read without a wait."""
-    return device.type == "cpu"

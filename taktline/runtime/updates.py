@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from functools import cache
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -51,9 +50,6 @@ def wait(parameters: Iterable[nn.Parameter], since: int) -> bool:
         held = {id(each) for group in optimizer.param_groups for each in group["params"]}
         (changed if when > since else late).update(held & found.keys())
     left = (late if changed or late else found.keys()) - changed
-    return any(_is_there(found[key]) for key in left)
-
-
-def _is_there(gradient: torch.Tensor) -> bool:
-    """Whether a gradient is not zero."""
-    return bool(local(gradient.coalesce().values() if gradient.is_sparse else gradient).any())
+    grads = (found[key] for key in left)
+    dense = (grad.coalesce().values() if grad.is_sparse else grad for grad in grads)
+    return any(bool(local(each).any()) for each in dense)
