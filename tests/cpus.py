@@ -44,8 +44,7 @@ TESTS = (
 SAMPLE = (
     "tests/test_torture.py::test_nothing_hangs_and_nothing_is_wrong[local-26]",
     "tests/test_torture.py::test_nothing_hangs_and_nothing_is_wrong[gloo-12]",
-    "tests/split/test_by_names_transformers.py::test_types_change_with_the_pieces",
-    "tests/split/test_by_names_transformers.py::test_under_autocast",
+    "tests/split/test_idioms.py::test_a_scaled_loss_under_autocast",
     "tests/runtime/test_data_parallel.py::test_mixed_precision_is_that_of_fsdp_to_the_last_bit"
     "[ScheduleZBVZeroBubble]",
     "tests/test_cpus.py::test_processes_compute_as_the_tests_do",

@@ -64,7 +64,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: pipe(device=1.5), "device must be a device"),
     (lambda: pipe().train("yes"), "mode must be True or False, not 'yes'"),  # type: ignore
     (lambda: pipe().grad_norm(0), "norm_type must be more than 0, not 0"),
-    (lambda: pipe().grad_norm(torch.ones(2)), "norm_type must be a number, not tensor"),  # type: ignore
+    (lambda: pipe().grad_norm(torch.ones(2)), "norm_type must be a number from 0 up, not tensor"),  # type: ignore
 ]
 
 

@@ -89,17 +89,12 @@ def test_a_whole_backward_if_the_graph_cannot_be_read(
     train()
 
 
-def test_marks_without_a_shared_hook() -> None:
+def test_marks_without_a_shared_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node of a version without the private way gets a hook of its own."""
+    monkeypatch.setattr(program, "hasattr", lambda *_: False, raising=False)
     backward = program._Backward(7, torch.device("cpu"))
     y = torch.ones(2, requires_grad=True) * 2
-
-    graph: Any = y.grad_fn
-
-    class Node:
-        register_prehook = staticmethod(graph.register_prehook)
-
-    backward._hook(3, Node())
+    backward._mark(3, [y])
     y.sum().backward()
     assert backward.stage == 3
 
