@@ -14,6 +14,7 @@ _PRODUCT = re.compile(r"(^|_)(mm|bmm|gmm|mv|dot|linear|matmul)(_|$)")
 """Operations that multiply matrices, of torch and of other libraries: ``_scaled_grouped_mm_v2``."""
 _GATHERS = {"embedding", "index", "index_select", "gather", "index_put_", "index_add_"}
 """Operations that read only some rows of a tensor."""
+_RECURRENT = {"mkldnn_rnn_layer", "_cudnn_rnn"}
 _VIEWS = {"_unsafe_view"}
 """Views, which their schemas do not say."""
 _NUMBER = 16
@@ -73,6 +74,10 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return flop_registry[packet](*args, **kwargs, out_val=result)
     name = getattr(packet, "__name__", "")
     given = all_tensors((args, kwargs))
+    if name in _RECURRENT:
+        # Each vector of the input, or of the state, is multiplied with every matrix of weights.
+        vectors = given[0].numel() // given[0].shape[-1]
+        return sum(2 * vectors * weight.numel() for weight in given[1:5] if weight.ndim == 2)
     if "dot_product" in name and len(given) > 2:
         query, key, value = given[:3]
         pairs = query.numel() // query.shape[-1] * key.shape[-2]

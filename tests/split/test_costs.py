@@ -36,6 +36,11 @@ def counted(run: Callable[[], Any]) -> int:
     return counter.flops
 
 
+def test_recurrent_layers() -> None:
+    """Each of 8 vectors, and of 8 states, is multiplied with 4 matrices of 8 × 8."""
+    assert counted(lambda: nn.LSTM(8, 8)(torch.ones(4, 2, 8))) == 2 * (8 + 8) * 4 * 8 * 8
+
+
 @pytest.mark.parametrize(
     ("one", "other", "flops"),
     [
