@@ -157,8 +157,13 @@ def decode(message: bytes) -> tuple[str, Any]:
     return kind, tuple(body)
 
 
-_WAITS = 4
-"""The highest innocence: of a process that waits for others."""
+_COMPUTE, _WAITS = (1, 2), 5
+"""How innocent processes are that compute, in the user's code or elsewhere, or wait for others.
+
+A wait in C++ looks like computing elsewhere.
+"""
+_NAMED = 8
+"""How many ranks that compute are named."""
 
 
 class Heard(NamedTuple):
@@ -233,13 +238,19 @@ class News:
         group = {*everyone, self._process}
         others = sorted(group - {self._process}, key=lambda p: (p not in awaited, p))
         suspect = min(others, key=self._innocence)
-        where = f"rank {self._process} waits for {what}" if what else ""
-        if self._innocence(suspect) == _WAITS:
+        least, unknown = self._innocence(suspect), ""
+        alike = [p for p in others if p != suspect and self._innocence(p) == least]
+        if least == _WAITS:
             elsewhere = self._elsewhere(others)
             suspect = suspect if elsewhere is None else elsewhere
             if elsewhere is None:
                 unknown = "all wait for each other: which rank holds them up cannot be told"
-                where = f"{where}; {unknown}" if where else unknown
+        elif least in _COMPUTE and alike:
+            names = " and ".join(f"rank {process}" for process in alike[:_NAMED])
+            also = "computes" if len(alike) == 1 else "compute"
+            unknown = f"{names} {also}, too: which of them holds up the others cannot be told"
+        waits = f"rank {self._process} waits for {what}" if what else ""
+        where = "; ".join(filter(None, (waits, unknown)))
         report = self.report(sorted(group))[:_LONGEST]
         return Verdict(Cause.STALLED, suspect, report, f"({where})" if where else "")
 
@@ -248,7 +259,8 @@ class News:
         if process not in self.heard:
             return _WAITS - 1
         said = self.heard[process].said
-        signs = [self._age(process) > SILENT_SECONDS, f": {COMPUTES}" in said.text, not said.busy]
+        computes = [f": {COMPUTES}," in said.text, f": {COMPUTES}" in said.text]
+        signs = [self._age(process) > SILENT_SECONDS, *computes, not said.busy]
         return signs.index(True) if any(signs) else _WAITS
 
     def _elsewhere(self, others: Collection[int]) -> int | None:

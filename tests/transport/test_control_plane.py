@@ -203,6 +203,8 @@ def test_who_holds_up_the_others(planes: list[Plane]) -> None:
         (["save() for 9 seconds: waits", "save() for 1 second: waits"], None),
         (["load() for 9 seconds: waits", "load() for 1 second: waits"], None),
         (["load() for 9 seconds: waits", "step() for 1 second: waits"], None),
+        # A wait of C++ for a rank of the same stage looks like computing, with no place in a file.
+        (["save() for 9 seconds: computes", "save() for 9 seconds: computes, in a.py"], 2),
     ],
 )
 def test_who_is_not_where_the_others_are(states: list[str], suspect: int | None) -> None:
@@ -215,6 +217,16 @@ def test_who_is_not_where_the_others_are(states: list[str], suspect: int | None)
         assert verdict.where.endswith("which rank holds them up cannot be told)")
     else:
         assert (verdict.process, verdict.where) == (suspect, "(rank 0 waits for save())")
+
+
+def test_several_that_compute() -> None:
+    news = News(0, time.monotonic)
+    now = time.monotonic()
+    news.heard = {process: heard(now, process, "0B1: computes") for process in (1, 2, 3)}
+    verdict = news.stalled([0, 1, 2, 3], [2], "gradients")
+    assert verdict.process == 2
+    text = "rank 0 waits for gradients; rank 1 and rank 3 compute, too: which of them"
+    assert verdict.where.startswith(f"({text} holds up the others cannot be told")
 
 
 @pytest.mark.parametrize(
