@@ -37,7 +37,7 @@ BUDGETS = {
     "plan": 3_432,
     "stage": 1_783,
     "transport": 3_572,
-    "runtime": 5_783,
+    "runtime": 5_784,
     "train": 3_125,
     "checkpoint": 1_908,
     "render": 847,

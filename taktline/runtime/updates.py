@@ -32,6 +32,7 @@ def wait(parameters: Iterable[nn.Parameter], since: int) -> bool:
 
     Those that are zero do not, nor those of parameters that no optimizer ever changes.
 
+    >>> import torch
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters())
     >>> model(torch.ones(2)).backward()
