@@ -9,9 +9,8 @@ NEWEST ?= .venv-newest
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORTURE_SECONDS ?= 120
 FUZZ_INPUTS ?= 100000
-# Of torch, with CPU builds; an environment made by hand in .versions/2.11 will do as well.
+# Of torch; PIP_INDEX_URL may name where pip finds builds without CUDA, which are smaller.
 VERSIONS ?= 2.11 2.12 2.13 2.14 2.15
-CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
 # How many tests run side by side; each has one thread of its own, or they would fight for the cores.
 JOBS ?= 2
 # With bytecode, also where the environment says otherwise: or each of them would compile all tests.
@@ -97,9 +96,8 @@ newest: $(NEWEST)/.stamp ## Run the quick tests, the drop-in, timm and torchrun 
 .versions/%/.stamp:
 	@echo "Installing torch $* into .versions/$* ..."
 	$(call make-venv,.versions/$*)
-	@.versions/$*/bin/python -m pip --disable-pip-version-check install numpy pytest hypothesis
 	@.versions/$*/bin/python -m pip --disable-pip-version-check install \
-		--index-url $(CPU_BUILDS) 'torch==$*.*'
+		'torch==$*.*' numpy pytest hypothesis
 	@touch $@
 
 clean: ## Remove the venvs and everything that was built
