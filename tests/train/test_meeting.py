@@ -31,7 +31,8 @@ LATE = "import time; time.sleep(12)" + PIPELINE.replace("=200", "=2")
 def test_a_process_without_a_pipeline_is_named(other: str, told: str) -> None:
     store = TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=60))
     places = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-    places |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT)}
+    places |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    places["PYTHONPATH"] = str(ROOT)
     code = PIPELINE if "LostRank" in told else PIPELINE.replace("=200", "=2")
     one, two = (
         subprocess.Popen(
