@@ -79,7 +79,8 @@ class Run:
 
     def save(self, pipe: tl.Pipeline) -> None:
         self.saves += 1
-        saved = pipe.save(self.folder, self.optimizers, **self.saved_with())
+        later = self.kind == "eval"  # written in the background, until the process ends
+        saved = pipe.save(self.folder, self.optimizers, **self.saved_with(), async_save=later)
         (steps,) = {each.steps for each in pipe.schedules.values()}
         assert saved.name.endswith(f"-step-{steps}")
 
