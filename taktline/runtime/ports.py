@@ -265,16 +265,19 @@ class FirstIncoming:
             if layout.nbytes != data_size:
                 raise SignatureError(f"a received message is not as long as {signature}")
         except SignatureError as error:
-            self._bytes(data_size)  # the next message begins behind it
+            self._buffer(data_size)  # the next message begins behind it
             return error
         data = layout.empty()
         self._post(data).wait()
         return signature, data
 
     def _bytes(self, count: int) -> bytes:
+        return self._buffer(count).cpu().numpy().tobytes()
+
+    def _buffer(self, count: int) -> torch.Tensor:
         buffer = torch.empty(count, dtype=torch.uint8, device=self._stage.device)
         self._post(buffer).wait()
-        return buffer.cpu().numpy().tobytes()
+        return buffer
 
 
 def ports_of(binding: Binding, known: Signatures | None) -> dict[int, Ports]:
