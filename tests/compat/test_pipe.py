@@ -133,6 +133,16 @@ def test_another_way_than_that_of_the_example_is_refused() -> None:
         pipe(-torch.ones(2, 4))
 
 
+def test_another_batch_size_than_that_of_the_example() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    pipe = pipeline(model, (torch.ones(2, 4),), split_spec={"2": SplitPoint.BEGINNING})
+    for rows in (5, 2, 5):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(pipe(x)[0], model(x), rtol=0, atol=0)
+    with pytest.raises(SignatureError, match=r"float32\[3, 5\], not float32\[3, 4\]"):
+        pipe(torch.ones(3, 5))
+
+
 def test_any_output_becomes_a_tuple_of_its_tensors() -> None:
     class Nested(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Here all calls are like the example, which tells what the tensors are.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from inspect import BoundArguments, signature
 from operator import attrgetter
@@ -64,8 +65,17 @@ class Pipe(split.Pipe):
     """
 
     def forward(self, *args, **kwargs):
-        """The tensors that the model returns."""
-        return tuple(pytree.tree_leaves(super().forward(*args, **kwargs)))
+        """The tensors that the model returns, for any batch size."""
+        stages = [stage for stage in self.split_gm.children() if isinstance(stage, FlatStage)]
+        usual = stages[0].example
+        example = _with_batch_size(usual, usual.signature.bind(*args, **kwargs))
+        try:
+            for stage in stages:
+                stage.example = example
+            return tuple(pytree.tree_leaves(super().forward(*args, **kwargs)))
+        finally:
+            for stage in stages:
+                stage.example = usual
 
     _number_and_count_forward_stages = staticmethod(_torchs.Pipe._number_and_count_forward_stages)
 
@@ -131,7 +141,7 @@ class FlatStage(RecordedStage):
     def __init__(self, stage: Any, example: BoundArguments) -> None:
         super().__init__(stage._cut, stage._stage)
         vars(self).update(vars(stage))
-        self._example = example
+        self.example = example
 
     def returned(self) -> int:
         """How many tensors the stage returns; the last one returns the output of the model."""
@@ -144,8 +154,8 @@ class FlatStage(RecordedStage):
         """Run this stage."""
         received: tuple[Any, ...] = ()
         if self._stage == 0:
-            given = self._example.signature.bind(*args, **kwargs)
-            _require_like(given, self._example)
+            given = self.example.signature.bind(*args, **kwargs)
+            _require_like(given, self.example)
             program, call = self._program(given.args), self._call(given)
         else:
             program = self._program(args)
@@ -178,7 +188,7 @@ class FlatStage(RecordedStage):
     def _program(self, args: tuple[Any, ...]) -> StageProgram:
         """What the stage runs for the example, in the present modes and on the present device."""
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        call = self._call(self._example)
+        call = self._call(self.example)
         if tensors and not (tensors[0].is_cpu or tensors[0].is_meta):
             device = tensors[0].device
             call = pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), call)
@@ -200,6 +210,29 @@ def _unpacked(
     values = {value: value.absent for value in given}
     values |= dict(zip(needed, tensors, strict=True))
     return tuple(tensors[: len(plan.received)]), filled(record.given, values)
+
+
+def _with_batch_size(example: BoundArguments, given: BoundArguments) -> BoundArguments:
+    """An example with the batch size of what is given: its rows, again and again or not all."""
+    batch, wanted = (
+        next(filter(None, map(_rows_of, pytree.tree_leaves(each.arguments))), 0)
+        for each in (example, given)
+    )
+    if batch == wanted or not batch:
+        return example
+
+    def resized(leaf: Any) -> Any:
+        if _rows_of(leaf) != batch:
+            return leaf
+        rows = torch.arange(wanted, device=leaf.device) % batch
+        return leaf.detach()[rows].requires_grad_(leaf.requires_grad)
+
+    arguments = pytree.tree_map(resized, dict(example.arguments))
+    return BoundArguments(example.signature, OrderedDict(arguments))
+
+
+def _rows_of(leaf: Any) -> int:
+    return len(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else 0
 
 
 def _require_like(given: BoundArguments, example: BoundArguments) -> None:
