@@ -98,6 +98,7 @@ class _Loading:
     def __init__(self, model: ModelState, training: Training) -> None:
         self._model, self._training = model, training
         self._undo: list[Callable[[], None]] = []
+        self._resumes = False
 
     def check(self, path: Path) -> None:
         """Raise if anything does not fit."""
@@ -130,7 +131,9 @@ class _Loading:
             _fit_groups(scheduler)
         # In another layout, only the first process finds random numbers to go on with.
         if self._same or not self._model.processes.place:
-            generators.load_state_dict(self._own("random"))
+            numbers = self._own("random")
+            generators.load_state_dict(numbers)
+            self._resumes = numbers.get("reading", False)
 
     def undo(self) -> None:
         """Undo ``begin()``."""
@@ -143,6 +146,7 @@ class _Loading:
         """Fill all tensors, which were checked."""
         for name, tensor in self._targets:
             self._checkpoint.fill(name, tensor)
+        self._model.resumes = self._resumes
         if self._model.schedule is not None:
             self._model.schedule.steps = self._checkpoint.step
             self._model.schedule._runner.stepped_at = 0  # gradients are of other weights now

@@ -96,6 +96,10 @@ class ModelState:
     """Those that have the whole model."""
     schedule: Schedule | None = None
     """Runs the stages, if there is one."""
+    loaders: int = 0
+    """How many loaders this process reads just now."""
+    resumes: bool = False
+    """Whether it read one when the state was saved that it has loaded."""
 
     @classmethod
     def of_model(cls, model: nn.Module, modules: dict[int, nn.Module] | None = None) -> Self:

@@ -96,6 +96,7 @@ class RandomNumbers:
 
     def __init__(self, model: ModelState) -> None:
         runner = None if model.schedule is None else model.schedule._runner
+        self._model = model
         first = next((value.device for _, value in model.held()), torch.device("cpu"))
         self._device = first if runner is None else runner.device
         self._ranks = None if runner is None else runner._random
@@ -111,6 +112,7 @@ class RandomNumbers:
             "python": (version, torch.tensor(numbers), gauss),
             "numpy": (kind, torch.tensor(np.asarray(keys, np.int64)), *rest),
             "ranks": None if self._ranks is None else self._ranks.states(),
+            "reading": self._model.loaders > 0,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

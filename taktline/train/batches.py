@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from taktline import pytree
+from taktline.checkpoint.model_state import ModelState
+from taktline.checkpoint.saving import RandomNumbers
 from taktline.errors import BatchError, DataError, SignatureError, TaktlineError, text_of
 from taktline.meta import Signature, is_sharded
 from taktline.runtime.microbatch import Batch, Cutter, Replicate, TensorChunkSpec, describe
@@ -108,9 +110,9 @@ class SharedLoader:
     (2, [[0, 1, 2, 3], [4, 5]])
     """
 
-    def __init__(self, batches: Iterable[Any] | None, ranks: Ranks) -> None:
+    def __init__(self, batches: Iterable[Any] | None, ranks: Ranks, model: ModelState) -> None:
         self._batches = batches
-        self._ranks = ranks
+        self._ranks, self._model = ranks, model
         # Tensor-parallel ranks of a stage need the same batch as well.
         self._within = [
             group for name, group in ranks.groups.items() if name not in ranks.data_dims
@@ -129,13 +131,26 @@ class SharedLoader:
 
         def read() -> list[Any]:
             nonlocal rest
-            rest = iter(_checked(self._batches)) if rest is None else rest
+            rest = self._begun() if rest is None else rest
             return [_plain(batch, self._ranks.device) for batch in islice(rest, 1)]
 
         number = 0
-        while batch := self._agreed(read, f"batch {number}"):
-            yield batch[0]
-            number += 1
+        try:
+            while batch := self._agreed(read, f"batch {number}"):
+                yield batch[0]
+                number += 1
+        finally:
+            self._model.loaders -= rest is not None
+
+    def _begun(self) -> Iterator[Any]:
+        """Begin to read. What this draws at random, a resumed run has drawn before it was saved."""
+        numbers = RandomNumbers(self._model)
+        before = numbers.state_dict()
+        found = iter(_checked(self._batches))
+        if self._model.resumes:
+            numbers.load_state_dict(before)
+        self._model.loaders, self._model.resumes = self._model.loaders + 1, False
+        return found
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the loader that is read, its sampler and its dataset."""

@@ -312,7 +312,7 @@ class Pipeline:
         The first rank of each replica reads, and sends every batch to the others. All ranks call
         this and iterate together; ranks that do not read may pass None.
         """
-        return SharedLoader(batches, self._built.ranks)
+        return SharedLoader(batches, self._built.ranks, self._built.model)
 
     def progress(self, batches: Iterable[T], *, every: int = 10) -> Iterator[T]:
         """Yields the batches, while the first rank shows how training goes.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 import taktline as tl
 from tests.train.models import CUTS, WORDS, loss_fn, pipeline
@@ -29,7 +32,7 @@ def make(**options: Any) -> tuple[tl.Pipeline, torch.optim.Optimizer]:
 
 
 def train(pipe: tl.Pipeline, optimizer: torch.optim.Optimizer, until: int) -> list[float]:
-    schedule, losses = next(iter(pipe.schedules.values())), []
+    schedule, losses = schedule_of(pipe), []
     while schedule.steps < until:
         tokens, target = BATCHES[schedule.steps]
         losses.append(pipe.step(tokens, target=target).item())
@@ -81,6 +84,60 @@ def test_with_a_seed_the_loss_draws_the_same_in_any_layout() -> None:
     assert first[0] != first[1], "each step draws other numbers"
     for each in others:
         torch.testing.assert_close(each, first)
+
+
+class Rows:
+    """Batches of a DataLoader, which draws a random number where an iteration begins."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        rows: Any = torch.arange(24.0).reshape(12, 2) / 24
+        self.loader = DataLoader(rows, batch_size=4)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.done %= len(self.loader)
+        return self.read(iter(self.loader))
+
+    def read(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
+        for batch in islice(batches, self.done, None):
+            self.done += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_beginning_to_read_again_draws_nothing_more(at: int, tmp_path: Path) -> None:
+    """A save in the middle of an iteration, at its end, and in the middle of the next one."""
+
+    def run(*, resumed: bool) -> list[float]:
+        torch.manual_seed(0)
+        stages = [nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2)), nn.Linear(8, 2)]
+        pipe = tl.Pipeline(stages, microbatches=2, ranks=2, loss_fn=nn.functional.mse_loss)
+        optimizer, rows, losses = torch.optim.AdamW(pipe.parameters()), Rows(), list[float]()
+        if resumed:
+            pipe.load(tmp_path, optimizer, data=rows)
+        while (steps := schedule_of(pipe).steps) < 8:
+            for x in pipe.loader(rows):
+                losses.append(pipe.step(x, target=x).item())
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+                if steps == at and at != 3 and not resumed:
+                    pipe.save(tmp_path, optimizer, data=rows)
+            if steps == at == 3 and not resumed:
+                pipe.save(tmp_path, optimizer, data=rows)
+        return losses
+
+    assert run(resumed=False)[at:] == run(resumed=True)
+
+
+def schedule_of(pipe: tl.Pipeline) -> tl.Schedule:
+    return next(iter(pipe.schedules.values()))
 
 
 def over_processes(rank: int, group: Any, folder: Path, seed: int | None) -> list[float]:
