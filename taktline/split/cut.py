@@ -26,7 +26,7 @@ from taktline import pytree
 from taktline.errors import PartitionError, TorchVersionError
 from taktline.private import private
 from taktline.side_values import SideValues, add_loss
-from taktline.split.recorder import OWN_OF_MODULES, Recorder
+from taktline.split.recorder import OWN_OF_MODULES, Generators, Recorder
 from taktline.split.steps import (
     Call,
     Cut,
@@ -56,12 +56,12 @@ def record_twice(
     """
     device = device or device_of(call)
     device = torch.device("cpu") if device.type == "meta" else device
-    difference, alike, last, zeros = "", 0, None, True
+    difference, alike, last, zeros, generators = "", 0, None, True, Generators()
     for attempt in range(5):
-        with _seeded(attempt, device) as has_drawn:
+        with _seeded(attempt, device) as has_drawn, generators.in_record(attempt):
             fakes = Fakes(device, computes_in, attempt % 2 if zeros else 1, empty.counter)
             try:
-                made, change = _record(empty, call, device, fakes)
+                made, change = _record(empty, call, device, fakes, generators)
             except Exception as error:
                 if attempt or isinstance(error, PartitionError):
                     raise
@@ -182,11 +182,11 @@ recording = SimpleNamespace(recorder=None)  # the one at work
 
 
 def _record(
-    empty: EmptyModel, call: Call, device: torch.device, fakes: Fakes
+    empty: EmptyModel, call: Call, device: torch.device, fakes: Fakes, generators: Generators
 ) -> tuple[Record, str]:
     """Run the forward of a model once; also tells what it has changed in the model."""
     with _lock, torch.compiler.set_stance("force_eager"), empty.filled(fakes.own):
-        recorder = Recorder(empty, fakes, tuple(dict.fromkeys(("cpu", device.type))))
+        recorder = Recorder(empty, fakes, tuple(dict.fromkeys(("cpu", device.type))), generators)
         made, before = recorder.record, _kept(empty)
         args, kwargs = filled(mapped(call, fakes.fresh), {})
         made.given = mapped(
@@ -208,9 +208,6 @@ def _record(
                 "steps"
             )
             raise
-        finally:
-            for generator, state in recorder.generators.values():
-                generator.set_state(state)
         made.result = mapped(output, recorder.reference)
         return made, _changes(empty, recorder, before)
 

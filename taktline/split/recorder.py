@@ -70,10 +70,56 @@ _TRANSFORMED = (
 )
 
 
+class Generators:
+    """The generators of the user's own with which forwards draw, in all records of a call."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        """With their states before the first record."""
+        self._states: dict[int, torch.Tensor] = {}
+        self._all_known = False
+
+    def are_as_before(self, used: torch.Generator | None = None) -> bool:
+        """Whether only steps have changed them, and the one that is used is not of this record."""
+        if used in (None, torch.default_generator, *torch.cuda.default_generators):
+            pass
+        elif id(used) not in self._found:
+            if self._all_known:
+                return False
+            self._found[id(used)] = used, used.get_state()
+            self._states[id(used)] = used.get_state()
+        return all(
+            torch.equal(self._states[key], own.get_state()) for key, (own, _) in self._found.items()
+        )
+
+    def note(self) -> None:
+        """Note the states after a step."""
+        self._states = {key: own.get_state() for key, (own, _) in self._found.items()}
+
+    @contextmanager
+    def in_record(self, attempt: int) -> Iterator[None]:
+        """Let them begin a record with other states than the last one; restore them after it."""
+        self._all_known = attempt > 0
+        for own, _ in self._found.values():
+            own.manual_seed(attempt)
+        self.note()
+        try:
+            yield
+        finally:
+            for own, state in self._found.values():
+                own.set_state(state)
+
+
 class Recorder(TorchFunctionMode):
     """Records one forward."""
 
-    def __init__(self, empty: EmptyModel, fakes: Fakes, devices: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        empty: EmptyModel,
+        fakes: Fakes,
+        devices: tuple[str, ...],
+        generators: Generators,
+    ) -> None:
         super().__init__()
         self.empty, self.fakes, self.devices = empty, fakes, devices
         self.is_inside: bool | str = False
@@ -93,8 +139,7 @@ class Recorder(TorchFunctionMode):
         """That of torch, after the last step."""
         self.constants: set[int] = set()
         """The ids of tensors that were made before, or by functions that are no steps."""
-        self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        """Those of the user's own, with their states before."""
+        self.generators = generators
         self.shared: set[int] = set()
         """The ids of tensors that units get from each other as skips."""
         named = [
@@ -253,12 +298,12 @@ class Recorder(TorchFunctionMode):
         if name in _REFUSED:
             self.refuse(_REFUSED[name])
         own, had_data = kwargs.get("generator"), self.fakes.have_data(given)
-        if own is not None:
-            self.generators.setdefault(id(own), (own, own.get_state()))
+        self._require_generators(own)
         try:
             if name == "data_ptr":
                 raise NeedsData(func)
             output, writes = self.fakes.run(func, (args, kwargs), given, self._number)
+            self.generators.note()
         except (NeedsData, NeedsSizes) as error:
             raise PartitionError(
                 f"{line_of_user()}: {name} needs the data of a value that submodules have "
@@ -327,6 +372,14 @@ class Recorder(TorchFunctionMode):
                 "in a submodule that one stage runs as a whole"
             )
 
+    def _require_generators(self, used: torch.Generator | None = None) -> None:
+        """Raise if the forward has made or seeded a generator of its own."""
+        if not self.generators.are_as_before(used):
+            self.refuse(
+                "comes after the forward has made or seeded a generator, which stages would not "
+                "do; make and seed it before, or do both in a submodule that one stage runs"
+            )
+
     def _random_state(self) -> Any:
         try:
             state = torch.default_generator.get_state().numpy().tobytes()
@@ -362,6 +415,7 @@ class Recorder(TorchFunctionMode):
     def _unit(self, module: nn.Module, name: str, call: Callable[..., Any], given: Call) -> Any:
         record = self.record
         require_no_modules(given)
+        self._require_generators()
         for (path, key), value in _attributes_in(module).items():
             if self.attributes[name].get((path, key)) != value:
                 self.refuse(
@@ -381,6 +435,7 @@ class Recorder(TorchFunctionMode):
         own.update(v for s in record.steps if s.target == name for v in (*s.reads, *s.places))
         uses = partial(self._require_own, name, own)
         output, step.is_made_up, writes, cost = self.fakes.run_unit(module, call, given, uses)
+        self.generators.note()
         torch.rand(())  # as if it had drawn: a state that is set back is seen
         self.attributes[name] = _attributes_in(module)
         record.costs[Cut(name, step.call)] = cost

@@ -693,6 +693,23 @@ def view_and_base(self: Any, x: Tensor) -> Tensor:
     return self.blocks[2](y + x)
 
 
+def makes_a_generator(self: Any, x: Tensor) -> Tensor:
+    own = torch.Generator().manual_seed(3)
+    return self.run(self.embed(x) * torch.rand(2, 4, generator=own))
+
+
+def seeds_a_generator(self: Any, x: Tensor) -> Tensor:
+    _OWN.manual_seed(3)
+    return self.run(self.embed(x) * torch.rand(2, 4, generator=_OWN))
+
+
+def seeds_between(self: Any, x: Tensor) -> Tensor:
+    x = self.blocks[0](self.embed(x)) * torch.rand(2, 4, generator=_OWN)
+    _OWN.manual_seed(3)
+    x = self.blocks[1](x) * torch.rand(2, 4, generator=_OWN)
+    return self.blocks[2](x)
+
+
 def in_vmap(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     return self.blocks[2](self.blocks[1](torch.vmap(self.blocks[0])(x)))
@@ -721,6 +738,9 @@ def in_vmap(self: Any, x: Tensor) -> Tensor:
             HERE + r" changes a value in place in stage 1.* view of it",
         ),
         (in_vmap, HERE + r".*torch.vmap"),
+        (makes_a_generator, HERE + r" comes after the forward has made or seeded a generator"),
+        (seeds_a_generator, HERE + r" comes after the forward has made or seeded a generator"),
+        (seeds_between, HERE + r" comes after the forward has made or seeded a generator"),
         (calls_forward, r"does not call 'blocks\.1', .* block\(x\), not block\.forward\(x\)"),
     ],
     ids=lambda each: getattr(each, "__name__", "text"),
