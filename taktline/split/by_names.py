@@ -30,7 +30,7 @@ from taktline.split.steps import (
     without_cache,
     without_padding,
 )
-from taktline.split.without_data import EmptyModel
+from taktline.split.without_data import EmptyModel, require_python
 from taktline.stage import PipelineStage
 from taktline.stage.names import Tie, attach, blueprint, declare, find_ties, unwrapped
 from taktline.text import counted, did_you_mean
@@ -126,6 +126,7 @@ def without_compiler(model: nn.Module) -> nn.Module:
 
 def _checked(model: nn.Module, cuts: Sequence[str]) -> list[Cut]:
     """The cuts; raises if one is not a submodule, is there twice, or lies inside of another."""
+    require_python(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     names = [name for name in modules if name]
     read = [Cut.read(text, names) for text in cuts]

@@ -8,7 +8,6 @@ import random
 import sys
 import threading
 from bisect import bisect
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from taktline import pytree
 from taktline.errors import PartitionError, TorchVersionError
 from taktline.private import private
 from taktline.side_values import SideValues, add_loss
-from taktline.split.recorder import OWN_OF_MODULES, Generators, Recorder
+from taktline.split.python_state import OWN_OF_MODULES
+from taktline.split.recorder import Generators, Recorder
 from taktline.split.steps import (
     Call,
     Cut,
@@ -380,6 +380,7 @@ class StepPlacement:
         self.changed = [state for state in record.states if state.memory in self.writes]
         self.free, self.bound = self._find_free()
         self._require_one_stage_for_changes()
+        self._require_one_stage_for_gradients()
 
     def _find_free(self) -> tuple[set[Step], set[Value]]:
         """The steps that depend on the arguments alone, and the values that do not."""
@@ -404,18 +405,38 @@ class StepPlacement:
 
     def _require_one_stage_for_changes(self) -> None:
         """Raise if a buffer or parameter is changed by one stage and used by another."""
-        uses = defaultdict[int, set[int]](set)
-        for step, stage in self.at.items() if self.changed else ():
-            used = {each.memory for each in (*step.reads, *step.states)}
-            unit = f"{step.target}." if step.kind == "unit" else "?"
-            for state in self.changed:
-                if state.memory in used or any(name.startswith(unit) for name in state.names):
-                    uses[state.memory].add(stage)
         for state in self.changed:
-            if len(stages := sorted(uses[state.memory])) > 1:
+            if len(stages := sorted(self._stages_with(state))) > 1:
                 raise PartitionError(
                     f"{self.writes[state.memory].line} changes {state.name!r}, which stages "
                     f"{stages} use; cut the model so that one stage has all uses of it"
+                )
+
+    def _stages_with(self, state: State) -> set[int]:
+        """The stages that use a parameter or buffer, or a view of it."""
+        found = set[int]()
+        for step, stage in self.at.items():
+            unit = f"{step.target}." if step.kind == "unit" else "?"
+            if any(each.memory == state.memory for each in (*step.reads, *step.states)) or any(
+                name.startswith(unit) for name in state.names
+            ):
+                found.add(stage)
+        return found
+
+    def _require_one_stage_for_gradients(self) -> None:
+        """Raise if the forward asks for gradients that go through several stages."""
+        for step, stage in self.at.items():
+            if step.target is not torch.autograd.grad:
+                continue
+            inputs = step.kwargs.get("inputs", step.args[1:2])
+            homes = {self.homes[value] for value in parts_in(inputs, Value)}
+            for state in parts_in(inputs, State):
+                homes |= self._stages_with(state)
+            if homes > {stage} or homes.isdisjoint({stage}):
+                raise PartitionError(
+                    f"{step.line} asks for gradients in stage {stage}, of what stage "
+                    f"{min(homes - {stage})} has made or uses, which no stage can follow; cut the "
+                    "model so that one stage has all between them"
                 )
 
     def plans(self) -> list[StagePlan]:

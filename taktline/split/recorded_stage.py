@@ -368,16 +368,21 @@ class CutModel:
         """Raise if a stage uses a unit or a parameter of another stage."""
         for stage, program in enumerate(known):
             for name in program.uses:
-                homes = self.homes.get(name, {stage})
+                homes = self._homes_of(name) or {stage}
                 if stage not in homes:
                     does = "calls" if name in program.plan.units else "uses the parameter"
-                    advice = "call by_names with example=, the arguments of the model"
+                    advice = "pass example=, the arguments of the model"
                     if self.is_example:
                         advice = "call the model as in the example, or cut it by hand"
                     raise PartitionError(
                         f"the forward {does} {name!r} in stage {stage}, but it is in stage "
                         f"{min(homes)}; {advice}"
                     )
+
+    def _homes_of(self, name: str) -> frozenset[int]:
+        """The stages that have a unit, or a parameter or buffer; none before they are known."""
+        unit = next((unit for unit in self.homes if name.startswith(f"{unit}.")), name)
+        return self.homes.get(name) or self.homes.get(unit, frozenset())
 
 
 def key_of_kind(kind: Any, training: bool, device: torch.device, fsdp: torch.dtype | None) -> Any:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from taktline.errors import PartitionError
+from taktline.split.python_state import OWN_OF_MODULES, SharedState, attributes_in
 from taktline.split.steps import (
     Absent,
     Args,
@@ -62,8 +63,6 @@ _STATISTICS = frozenset(("batch_norm", "instance_norm"))
 """Functions that change buffers, which torch does not show."""
 PIPE_SPLIT = frozenset(("pipe_split", "_pipe_split", "_pipe_split.default"))
 """Functions with which stages begin: ours, and the operator of torch."""
-OWN_OF_MODULES = frozenset(vars(nn.Module()))
-"""The attributes that each module has."""
 _TRANSFORMED = (
     "is inside of torch.vmap or another transform of functions, in which steps cannot be recorded; "
     "use it inside of a submodule"
@@ -163,8 +162,9 @@ class Recorder(TorchFunctionMode):
         """The names of the modules inside of the unit that runs."""
         self.first_hook = RemovableHandle.next_id
         """The number of the first hook that the forward itself registers."""
-        self.attributes = {name: _attributes_in(unit) for name, unit in empty.modules.items()}
+        self.attributes = {name: attributes_in(unit) for name, unit in empty.modules.items()}
         """Those of each unit after its last call."""
+        self.shared_state = SharedState(empty.modules)
         self.record = Record(
             given=((), {}),
             steps=[],
@@ -332,10 +332,12 @@ class Recorder(TorchFunctionMode):
             self._note_read(torch.Tensor.size, ((tensor,), {}), tensor.shape)
         return output
 
-    def _number(self, tensor: torch.Tensor) -> Any:
+    def _number(
+        self, tensor: torch.Tensor, read: Callable[[torch.Tensor], Any] = torch.Tensor.item
+    ) -> Any:
         """A number that a function reads from a tensor with data, such as a size."""
-        number = tensor.item()
-        self._note_read(torch.Tensor.item, ((tensor,), {}), number)
+        number = read(tensor)
+        self._note_read(read, ((tensor,), {}), number)
         return number
 
     def _note_read(self, func: Any, given: Call, found: Any) -> None:
@@ -416,13 +418,11 @@ class Recorder(TorchFunctionMode):
         record = self.record
         require_no_modules(given)
         self._require_generators()
-        for (path, key), value in _attributes_in(module).items():
+        for (path, key), value in attributes_in(module).items():
             if self.attributes[name].get((path, key)) != value:
-                self.refuse(
-                    f"calls {name!r}, of which the forward has changed {joined(path, key)!r} "
-                    "before, but the stage of that submodule does not see it; pass it on as an "
-                    "argument"
-                )
+                self._refuse_change(name, f"of which the forward has changed {joined(path, key)!r}")
+        if changed := self.shared_state.changed_for(name):
+            self._refuse_change(name, f"which uses {changed!r}, that the forward has changed")
         step, known = self._add_step("unit", name, given), len(self.values)
         before = self.last_step.pop(name, None)
         step.call = before.call + 1 if before is not None else 0
@@ -437,7 +437,8 @@ class Recorder(TorchFunctionMode):
         output, step.is_made_up, writes, cost = self.fakes.run_unit(module, call, given, uses)
         self.generators.note()
         torch.rand(())  # as if it had drawn: a state that is set back is seen
-        self.attributes[name] = _attributes_in(module)
+        self.attributes[name] = attributes_in(module)
+        self.shared_state.note()
         record.costs[Cut(name, step.call)] = cost
         self._note_writes(step, tensors, writes)
         self._note_outputs(step, output, f"{name} (its output)")
@@ -446,6 +447,12 @@ class Recorder(TorchFunctionMode):
                 step.places[self.value(tensor, f"{name} (in its arguments)")] = path
         self.unknown.update(value for value in step.places if value.number >= known)
         return output
+
+    def _refuse_change(self, name: str, what: str) -> NoReturn:
+        self.refuse(
+            f"calls {name!r}, {what} before, but the stage of that submodule does not see it; pass "
+            "it on as an argument"
+        )
 
     def _require_own(self, name: str, own: set[Any], tensor: torch.Tensor) -> None:
         """Raise if a unit uses a tensor that it was not given."""
@@ -505,12 +512,3 @@ def name_of(func: Any) -> str:
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", name)
     return name
-
-
-def _attributes_in(unit: nn.Module) -> dict[tuple[str, str], Any]:
-    """The attributes and parameters of the modules in a unit, to compare them."""
-    return {
-        (path, key): value if isinstance(value, (bool, int, float, str)) else id(value)
-        for path, part in unit.named_modules()
-        for key, value in (*vars(part).items(), *part._parameters.items())
-    }

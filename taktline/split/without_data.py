@@ -82,6 +82,7 @@ class EmptyModel:
         opened: Collection[str] = (),
         counter: Callable[[], Any] = nullcontext,
     ) -> None:
+        require_python(model)
         _require_own_hooks(model)
         self.kind, self.counter = type(model), counter
         units = _units_of(model, cuts, opened)
@@ -131,6 +132,16 @@ class EmptyModel:
         finally:
             for table, tensors in before:
                 table.update(tensors)
+
+
+def require_python(model: nn.Module) -> None:
+    """Raise if a module is one of TorchScript."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PartitionError(
+                f"{name or 'the model'!r} is a module of TorchScript, which cannot be recorded; "
+                "use the module that it was made from, or pass a list of stages"
+            )
 
 
 def _units_of(model: nn.Module, cuts: Sequence[Cut], opened: Collection[str]) -> list[str]:
@@ -238,6 +249,11 @@ is_transformed: Callable[[torch.Tensor], bool] = private(
 """Whether a tensor is one of ``torch.vmap`` and the like."""
 
 
+def true_entries(mask: torch.Tensor) -> int:
+    """How many entries of a mask are true."""
+    return int(torch.count_nonzero(mask))
+
+
 def has_data(tensors: Sequence[Any]) -> bool:
     """Whether all of these have data."""
     return not any(is_fake(t) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors)
@@ -331,7 +347,7 @@ class Fakes:
         return not any(is_fake(each) or self.memory(each) in self._written for each in tensors)
 
     def run(
-        self, func: Any, call: Call, given: Sequence[Any], number: Callable[[torch.Tensor], Any]
+        self, func: Any, call: Call, given: Sequence[Any], number: Callable[..., Any]
     ) -> tuple[Any, set[int]]:
         """Call a function, with data if all that it gets has some.
 
@@ -343,10 +359,33 @@ class Fakes:
             before = [(each, each._version) for each in given if not each.is_inference()]
             output = func(*args, **kwargs)
             return output, {self.memory(t) for t, version in before if t._version != version}
+        func, args = self._without_masks(func, args, number)
         with self.mode, _Watch(self, number=number) as watch:
             output = func(*args, **kwargs)
         self._written |= watch.writes
         return output, watch.writes
+
+    def _without_masks(
+        self, func: Any, args: tuple[Any, ...], number: Callable[..., Any]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """An indexing by masks that have data as one by places, whose number is read."""
+        tensor = torch.Tensor
+        if func in (tensor.masked_select, torch.masked_select) and self.have_data(args[1:2]):
+            number(args[1], true_entries)
+            shape = torch.broadcast_shapes(*(each.shape for each in args[:2]))
+            places = args[1].expand(shape).nonzero().unbind(1)
+            return tensor.__getitem__, (args[0].expand(shape), places)
+        if func not in (tensor.__getitem__, tensor.__setitem__):
+            return func, args
+        found: list[Any] = []
+        for each in args[1] if isinstance(args[1], tuple) else (args[1],):
+            is_mask = isinstance(each, tensor) and each.dtype is torch.bool and each.dim() > 0
+            if is_mask and self.have_data([each]):
+                number(each, true_entries)
+                found += each.nonzero().unbind(1)
+            else:
+                found.append(each)
+        return func, (args[0], tuple(found), *args[2:])
 
     def depends_on_data(self, func: Callable[..., Any], call: Call, output: Any) -> bool:
         """Whether a function needs data to return a number, or a tensor of a size."""
@@ -434,7 +473,7 @@ class _Watch(_DispatchMode):
         self,
         fakes: Fakes,
         uses: Callable[[torch.Tensor], None] | None = None,
-        number: Callable[[torch.Tensor], Any] | None = None,
+        number: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
         self._fakes, self._uses, self._number = fakes, uses, number
@@ -443,7 +482,8 @@ class _Watch(_DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._uses is not None:
+        is_query = getattr(func, "namespace", "") == "prim"  # an error in C++'s ends the process
+        if self._uses is not None and not is_query:
             for tensor in _tensors_of(args):
                 self._uses(tensor)
         is_item = getattr(func, "__name__", "") == "_local_scalar_dense.default"

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from taktline.checks import check, shown
 from taktline.errors import MismatchError
-from taktline.meta import TensorMeta
 
 _TIES = "_taktline_ties"
 _INSIDE = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -217,7 +216,7 @@ def blueprint(
 def _tensor(name: str, tensor: torch.Tensor) -> Entry:
     kind = "of any shape"  # a lazy layer finds it in its first forward
     if not nn.parameter.is_lazy(tensor):
-        kind = str(TensorMeta(tuple(tensor.shape), tensor.dtype))
+        kind = f"{tensor.dtype}{[*tensor.shape]}".removeprefix("torch.")
     if not isinstance(tensor, nn.Parameter):
         return "buffer", name, kind
     return "parameter", name, f"{kind}, {'trained' if tensor.requires_grad else 'frozen'}"

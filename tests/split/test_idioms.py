@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -246,6 +246,15 @@ def sizes_of_arguments(self: Any, x: Tensor) -> Tensor:
     if (some < 0).all():
         x = x * 2
     return self.blocks[2](x)
+
+
+def masks_of_arguments(self: Any, x: Tensor) -> Tensor:
+    mask = x[:, 0] < 0
+    x = self.blocks[0](self.embed(x))
+    some = x[mask]
+    x = x.clone()
+    x[mask, 1:] = self.blocks[1](some)[:, 1:] * len(some)
+    return self.blocks[2](x) + x.masked_select(mask[:, None]).sum()
 
 
 def sizes_of_activations(self: Any, x: Tensor) -> Tensor:
@@ -710,6 +719,19 @@ def seeds_between(self: Any, x: Tensor) -> Tensor:
     return self.blocks[2](x)
 
 
+def gradient_of_blocks(self: Any, x: Tensor) -> Tensor:
+    begin = self.embed(x)
+    x = self.blocks[1](self.blocks[0](begin)) + begin
+    (slope,) = torch.autograd.grad((x + begin).square().sum(), begin, create_graph=True)
+    return self.blocks[2](x + slope)
+
+
+def gradient_of_a_weight(self: Any, x: Tensor) -> Tensor:
+    x = self.run(self.embed(x) * self.scale) * self.scale
+    (slope,) = torch.autograd.grad(x.square().sum(), self.scale, create_graph=True)
+    return x + slope
+
+
 def in_vmap(self: Any, x: Tensor) -> Tensor:
     x = self.embed(x)
     return self.blocks[2](self.blocks[1](torch.vmap(self.blocks[0])(x)))
@@ -737,6 +759,8 @@ def in_vmap(self: Any, x: Tensor) -> Tensor:
             view_and_base,
             HERE + r" changes a value in place in stage 1.* view of it",
         ),
+        (gradient_of_blocks, HERE + r" asks for gradients in stage 1, of what stage 0 has made"),
+        (gradient_of_a_weight, HERE + r" asks for gradients in stage 2, of what stage 0 has made"),
         (in_vmap, HERE + r".*torch.vmap"),
         (makes_a_generator, HERE + r" comes after the forward has made or seeded a generator"),
         (seeds_a_generator, HERE + r" comes after the forward has made or seeded a generator"),
@@ -761,6 +785,22 @@ def test_a_generator_of_its_own_is_used_once() -> None:
     found = [pieces(X) for _ in range(2)]
     _OWN.manual_seed(1)
     assert all(map(torch.equal, found, [model(X) for _ in range(2)]))
+
+
+def test_a_parameter_inside_of_a_submodule_without_an_example() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        return self.run(self.embed(x)) @ self.embed.weight
+
+    pieces = tl.split.by_names(Net(body), ["blocks.1"])
+    with pytest.raises(PartitionError, match=r"'embed\.weight' in stage 1, but .* pass example="):
+        pieces(X)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torch_script() -> None:
+    model = Net(lambda self, x: self.run(x), lambda: cast(nn.Module, torch.jit.script(nn.ReLU())))
+    with pytest.raises(PartitionError, match=r"'blocks\.0' is a module of TorchScript"):
+        tl.split.by_names(model, ["blocks.1"], example=(X,))
 
 
 def test_an_error_is_the_users_own() -> None:
