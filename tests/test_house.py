@@ -38,7 +38,7 @@ BUDGETS = {
     "stage": 1_783,
     "transport": 3_572,
     "runtime": 5_787,
-    "train": 3_140,
+    "train": 3_158,
     "checkpoint": 1_918,
     "render": 847,
     "cli": 1_448,

@@ -159,6 +159,24 @@ class SharedLoader:
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
 
+    def state_dict(self) -> Any:
+        """The position of the loader, on the rank that reads."""
+        return self._of_loader("state_dict")()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Let the loader go on at a position, on the rank that reads."""
+        self._of_loader("load_state_dict")(state)
+
+    def _of_loader(self, name: str) -> Callable[..., Any]:
+        if not self._reads:
+            return lambda *_: {}
+        if found := getattr(self._batches, name, None):
+            return found
+        raise DataError(
+            f"{type(self._batches).__name__}, which pipe.loader() reads, has no {name}(), so its "
+            "position cannot be saved; read with torchdata's StatefulDataLoader, or leave out data="
+        )
+
     def _agreed(self, read: Callable[[], list[Any]], what: str) -> list[Any]:
         """The list that the reading rank reads, on every rank; an error is raised on every rank.
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 import taktline as tl
+from taktline.errors import DataError
 from tests.train.models import CUTS, WORDS, loss_fn, pipeline
 from tests.workers import Workers
 
@@ -110,8 +111,9 @@ class Rows:
         self.done = state["done"]
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["its loader", "the loader of all ranks"])
 @pytest.mark.parametrize("at", [2, 3, 4])
-def test_beginning_to_read_again_draws_nothing_more(at: int, tmp_path: Path) -> None:
+def test_beginning_to_read_again_draws_nothing_more(at: int, shared: bool, tmp_path: Path) -> None:
     """A save in the middle of an iteration, at its end, and in the middle of the next one."""
 
     def run(*, resumed: bool) -> list[float]:
@@ -119,21 +121,32 @@ def test_beginning_to_read_again_draws_nothing_more(at: int, tmp_path: Path) -> 
         stages = [nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2)), nn.Linear(8, 2)]
         pipe = tl.Pipeline(stages, microbatches=2, ranks=2, loss_fn=nn.functional.mse_loss)
         optimizer, rows, losses = torch.optim.AdamW(pipe.parameters()), Rows(), list[float]()
+        batches = pipe.loader(rows)
+        data = batches if shared else rows
         if resumed:
-            pipe.load(tmp_path, optimizer, data=rows)
+            pipe.load(tmp_path, optimizer, data=data)
         while (steps := schedule_of(pipe).steps) < 8:
-            for x in pipe.loader(rows):
+            for x in batches:
                 losses.append(pipe.step(x, target=x).item())
                 optimizer.step()
                 optimizer.zero_grad()
                 steps += 1
                 if steps == at and at != 3 and not resumed:
-                    pipe.save(tmp_path, optimizer, data=rows)
+                    pipe.save(tmp_path, optimizer, data=data)
             if steps == at == 3 and not resumed:
-                pipe.save(tmp_path, optimizer, data=rows)
+                pipe.save(tmp_path, optimizer, data=data)
         return losses
 
     assert run(resumed=False)[at:] == run(resumed=True)
+
+
+def test_a_loader_without_a_position(tmp_path: Path) -> None:
+    pipe = tl.Pipeline([nn.Linear(2, 2)], microbatches=2, ranks=1)
+    batches = pipe.loader(DataLoader([torch.ones(2)] * 4, batch_size=2))
+    with pytest.raises(
+        DataError, match=r"DataLoader, .* has no state_dict\(\), .* leave out data="
+    ):
+        pipe.save(tmp_path, data=batches)
 
 
 def schedule_of(pipe: tl.Pipeline) -> tl.Schedule:
