@@ -142,7 +142,7 @@ def test_beginning_to_read_again_draws_nothing_more(at: int, shared: bool, tmp_p
 
 def test_a_loader_without_a_position(tmp_path: Path) -> None:
     pipe = tl.Pipeline([nn.Linear(2, 2)], microbatches=2, ranks=1)
-    batches = pipe.loader(DataLoader([torch.ones(2)] * 4, batch_size=2))
+    batches = pipe.loader(DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)), 2))
     with pytest.raises(
         DataError, match=r"DataLoader, .* has no state_dict\(\), .* leave out data="
     ):
