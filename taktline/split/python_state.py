@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
+from itertools import islice
 from types import FunctionType
 from typing import Any
 
@@ -22,8 +23,9 @@ from taktline.split.without_data import joined
 OWN_OF_MODULES = frozenset(vars(nn.Module()))
 """The attributes that each module has."""
 _PLAIN = (bool, int, float, str)
-_DEPTH, _MOST = 3, 1_000
-"""How deep containers are looked into, and how many parts one may have."""
+_DEPTH, _MOST = 3, 300
+"""How deep containers are looked into, and how many parts one may have, and a unit containers."""
+_ABSENT = object()
 _View = Callable[[], Mapping[Any, Any]]
 
 
@@ -56,33 +58,33 @@ class SharedState:
                 if kind not in of_kinds:
                     of_kinds[kind] = self._found(_of_kind(kind))
                 seen |= of_kinds[kind]
-        self._now = self._expected = self._read()
+        self._expected = self._read(self._views)
         """As they were, but for what units themselves have changed."""
+        self._now = self._expected
 
     def _found(self, views: Iterable[tuple[Any, tuple[str, _View]]]) -> set[Any]:
-        found = dict(views)
+        found = dict(islice(views, _MOST))
         self._views |= found
         return set(found)
 
     def changed_for(self, unit: str) -> str:
         """What the forward has changed that a unit sees, before it runs; or nothing."""
-        self._now = self._read()
-        for key, value in self._now.items():
-            if key[0] in self._seen_by[unit] and self._expected.get(key, value) != value:
-                return joined(self._views[key[0]][0], str(key[1]))
+        self._now = self._read(self._seen_by[unit])
+        for (where, key), value in self._now.items():
+            if self._expected.get((where, key), _ABSENT) != value:
+                return joined(self._views[where][0], str(key))
         return ""
 
-    def note(self) -> None:
+    def note(self, unit: str) -> None:
         """Note what a unit has changed, after it has run."""
-        after = self._read()
-        changed = {key: value for key, value in after.items() if self._now.get(key) != value}
-        self._expected = self._expected | changed
+        after = self._read(self._seen_by[unit])
+        self._expected.update(item for item in after.items() if self._now.get(item[0]) != item[1])
 
-    def _read(self) -> dict[tuple[Any, Any], Any]:
+    def _read(self, views: Iterable[Any]) -> dict[tuple[Any, Any], Any]:
         return {
             (where, key): value
-            for where, (_, view) in self._views.items()
-            for key, value in view().items()
+            for where in views
+            for key, value in self._views[where][1]().items()
             if isinstance(value, _PLAIN) and value == value  # not NaN
         }
 

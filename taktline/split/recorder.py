@@ -438,7 +438,7 @@ class Recorder(TorchFunctionMode):
         self.generators.note()
         torch.rand(())  # as if it had drawn: a state that is set back is seen
         self.attributes[name] = attributes_in(module)
-        self.shared_state.note()
+        self.shared_state.note(name)
         record.costs[Cut(name, step.call)] = cost
         self._note_writes(step, tensors, writes)
         self._note_outputs(step, output, f"{name} (its output)")

@@ -42,7 +42,7 @@ class Block(nn.Linear):
             case "a global variable":
                 return x * SCALE
             case "a variable of the thread":
-                return x * LOCAL.scale
+                return x * getattr(LOCAL, "scale", 1.0)
             case _:
                 return x * VARIABLE.get()
 
@@ -78,7 +78,8 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for at, block in enumerate(self.blocks):
-            self.set(self.number if at == 2 else 1.0)
+            if at == 2:
+                self.set(self.number)
             x = block(x)
         self.set(1.0)
         return x
@@ -97,7 +98,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("where", "name"), PLACES, ids=[where for where, _ in PLACES])
 def test_a_number_that_a_block_reads(where: str, name: str) -> None:
-    LOCAL.scale = 1.0
+    vars(LOCAL).clear()
     model = Model(where, 2.0)
     with pytest.raises(PartitionError, match=rf"py:\d+ calls 'blocks\.2', which uses '{name}'"):
         tl.split.by_names(model, ["blocks.1"], example=(X,))
