@@ -2,8 +2,10 @@
 
 from taktline.plan import schedules as schedules  # which registers them
 from taktline.plan.action import Action, Kind, Overlap, parse
+from taktline.plan.bound import Bound
 from taktline.plan.costs import Costs, Link
 from taktline.plan.io import read, read_costs, read_timeline, write, write_timeline
+from taktline.plan.optimise import bound, optimise
 from taktline.plan.partition import Partition, balance
 from taktline.plan.passes import add_comm, add_reduce, add_shard, lower, merge_backward, restrict
 from taktline.plan.plan import Level, Placement, Plan
@@ -17,6 +19,7 @@ from taktline.plan.validate import require_valid, validate
 
 __all__ = [
     "Action",
+    "Bound",
     "Costs",
     "Kind",
     "Level",
@@ -35,6 +38,7 @@ __all__ = [
     "add_reduce",
     "add_shard",
     "balance",
+    "bound",
     "build",
     "each_rank",
     "find",
@@ -42,6 +46,7 @@ __all__ = [
     "memory_curve",
     "merge_backward",
     "names",
+    "optimise",
     "parse",
     "peak_memory",
     "read",
