@@ -20,11 +20,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from taktline.plan.costs import Costs
-from taktline.plan.plan import Placement
 from taktline.plan.work import MARGIN, Work
-
-_NO = Fraction(0)
-_MARGIN = Fraction(1 + MARGIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +55,23 @@ class Bound:
 
 def lower_bound(work: Work, costs: Costs) -> Bound:
     """The best of all arguments, on all ranks."""
-    times = _shortest(work, costs)
-    held = [rank for rank in range(work.placement.ranks) if rank in work.placement.rank_of]
-    ranks = [_Rank(work, costs, rank, times) for rank in held]
-    spans = [(span, f"rank {rank.rank}: {how}") for rank in ranks for span, how in rank.spans()]
-    # The rank of stage 0 begins at 0, and ends no earlier than what it waits for in the end.
-    ends = [(rank.end(), f"rank {rank.rank}: the gradient's way back") for rank in ranks]
-    span, how = max([*spans, *ends], key=lambda each: each[0])
-    makespans = [rank.head + each for rank in ranks for each, _ in rank.spans()]
-    makespan = max([span, *makespans])
-    busy = _largest_work(work, costs)
+    stages = _Stages.of(work, costs)
+    ranks = [_Rank(stages, rank, limit) for rank, limit in enumerate(work.memory)]
+    spans: list[tuple[Fraction, str]] = []
+    makespan = Fraction(0)
+    for rank in ranks:
+        if rank.stages:
+            found = list(rank.spans())
+            makespan = max([makespan, *(rank.head + span for span, _ in found)])
+            # The rank of stage 0 begins at 0, and ends no earlier than what it waits for at last.
+            found.append((rank.end(), "the gradient's way back"))
+            spans += [(span, f"rank {rank.rank}: {how}") for span, how in found]
+    span, how = max(spans, key=lambda each: each[0])
+    makespan = max(span, makespan)
+    busy = stages.largest_work / work.placement.ranks
     return Bound(
-        makespan=float(makespan),
-        span=float(span),
+        makespan=float(makespan / stages.scale),
+        span=float(span / stages.scale),
         bubble=_bubble(busy, span),
         bubble_of_makespan=_bubble(busy, makespan),
         proven=how,
@@ -79,141 +79,192 @@ def lower_bound(work: Work, costs: Costs) -> Bound:
 
 
 def _bubble(busy: Fraction, cost: Fraction) -> float:
-    return float(max(_NO, 1 - busy / cost)) if cost else 0.0
+    return float(max(Fraction(0), 1 - busy / cost)) if cost else 0.0
 
 
-def _fractions(costs: Costs, name: str, placement: Placement) -> list[Fraction]:
-    return [Fraction(number) for number in costs.of(name, placement.stages).tolist()]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stages:
+    """The numbers of all stages, whole: times and memory are multiples of small units."""
+
+    microbatches: int
+    stages_of: list[list[int]]
+    scale: int
+    """So many units of time are one."""
+    memory_scale: int
+    forward: list[int]
+    inputs: list[int]
+    weights: list[int]
+    """F, I and W take at least this long in any plan, also within a B or a pair."""
+    whole: list[int]
+    kept: list[int]
+    down: list[int]
+    """When F of each stage begins at the earliest."""
+    up: list[int]
+    """From the end of I of each stage to that of stage 0, at the least."""
+    largest_work: Fraction
+    """Of all ranks, with each backward as a B or as I and W, whatever takes longer."""
+
+    @classmethod
+    def of(cls, work: Work, costs: Costs) -> _Stages:
+        placement = work.placement
+        columns = [costs.of(name, placement.stages).tolist() for name in _TIMES]
+        hops = [work.hop[kind::3] for kind in (0, 1)]
+        blocked = [work.time[kind::3] for kind in (0, 1)]  # with sends, where these block
+        scale, times = _whole([*columns, *hops, *blocked])
+        memory_scale, (whole, kept) = _whole(
+            [
+                costs.of(name, placement.stages).tolist()
+                for name in ("activation", "kept_for_weight")
+            ]
+        )
+        forward, inputs, weights, full, pair, forth, back, *blocked = times
+        each = [
+            f + max(i + w, b) for f, i, w, b in zip(forward, inputs, weights, full, strict=True)
+        ]
+        stages_of: list[list[int]] = [[] for _ in range(placement.ranks)]
+        for stage, rank in enumerate(placement.rank_of):
+            stages_of[rank].append(stage)
+        forward, inputs = blocked
+        if costs.overlap is not None:
+            _shorten(stages_of, forward, full, pair)
+        inputs = [min(i, b) for i, b in zip(inputs, full, strict=True)]
+        weights = [min(w, b - i) for w, b, i in zip(weights, full, inputs, strict=True)]
+        down = accumulate((f + h for f, h in zip(forward, forth, strict=True)), initial=0)
+        up = accumulate((i + h for i, h in zip(inputs, [*back[1:], 0], strict=True)), initial=0)
+        return cls(
+            microbatches=work.microbatches,
+            stages_of=stages_of,
+            scale=scale,
+            memory_scale=memory_scale,
+            forward=forward,
+            inputs=inputs,
+            weights=weights,
+            whole=whole,
+            kept=kept,
+            down=list(down),
+            up=list(up),
+            largest_work=Fraction(sum(each) * work.microbatches),
+        )
 
 
-def _largest_work(work: Work, costs: Costs) -> Fraction:
-    """Of an average rank: a B may take more or less time than I and W."""
-    names = ("forward", "backward_input", "backward_weight", "backward")
-    columns = [_fractions(costs, name, work.placement) for name in names]
-    each = [f + max(i + w, b) for f, i, w, b in zip(*columns, strict=True)]
-    return sum(each, _NO) * work.microbatches / work.placement.ranks
+_TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlap")
 
 
-def _shortest(work: Work, costs: Costs) -> list[list[Fraction]]:
-    """F, I and W of each stage, no longer than any plan can have them: in a B or a pair, too."""
-    names = ("forward", "backward_input", "backward_weight", "backward", "overlap")
-    forward, inputs, weights, whole, pair = (
-        _fractions(costs, name, work.placement) for name in names
-    )
-    if costs.comm_blocks:
-        forward, inputs = ([Fraction(time) for time in work.time[kind::3]] for kind in (0, 1))
-    if costs.overlap is not None:
-        for rank in range(work.placement.ranks):
-            stages = work.placement.stages_of(rank)
-            least = min((pair[stage] for stage in stages), default=_NO)
-            longest = max((whole[stage] for stage in stages), default=_NO)
-            for stage in stages:
-                forward[stage] = min(forward[stage], max(_NO, least - longest))
-                inputs[stage] = min(inputs[stage], least)
-                whole[stage] = min(whole[stage], least)
-    inputs = [min(i, b) for i, b in zip(inputs, whole, strict=True)]
-    rest = [min(w, b - i) for w, b, i in zip(weights, whole, inputs, strict=True)]
-    return [forward, inputs, rest]
+def _whole(columns: list[list[float]]) -> tuple[int, list[list[int]]]:
+    """Numbers as multiples of one unit, and how many of it are one."""
+    exact = [[Fraction(number) for number in column] for column in columns]
+    scale = math.lcm(*(number.denominator for column in exact for number in column))
+    return scale, [[int(number * scale) for number in column] for column in exact]
+
+
+def _shorten(
+    stages_of: list[list[int]], forward: list[int], full: list[int], pair: list[int]
+) -> None:
+    """Let F and B take no more than what each of them adds to a pair, in any pair of their rank."""
+    for stages in filter(None, stages_of):
+        least = min(pair[stage] for stage in stages)
+        longest = max(full[stage] for stage in stages)
+        for stage in stages:
+            forward[stage] = min(forward[stage], max(0, least - longest))
+            full[stage] = min(full[stage], least)
 
 
 class _Rank:
     """The bounds of one rank."""
 
-    def __init__(self, work: Work, costs: Costs, rank: int, times: list[list[Fraction]]) -> None:
-        placement, self.rank, self.microbatches = work.placement, rank, work.microbatches
-        self.stages = placement.stages_of(rank)
-        self.forward, self.inputs, self.weights = times
-        hops = [[Fraction(number) for number in work.hop[kind::3]] for kind in (0, 1)]
-        self.down = _way(self.forward, hops[0])
-        self.up = _way(self.inputs, [*hops[1][1:], _NO])
-        self.whole = _fractions(costs, "activation", placement)
-        self.kept = _fractions(costs, "kept_for_weight", placement)
-        most = self.microbatches * sum((self.whole[stage] for stage in self.stages), _NO)
-        limit = work.memory[rank]
-        self.memory = min(most, Fraction(limit) * _MARGIN) if math.isfinite(limit) else most
+    def __init__(self, of: _Stages, rank: int, limit: float) -> None:
+        self.rank, self.stages, self.microbatches = rank, of.stages_of[rank], of.microbatches
+        self.forward, self.inputs, self.weights = of.forward, of.inputs, of.weights
+        self.whole, self.kept, self.down, self.up = of.whole, of.kept, of.down, of.up
+        self.memory = self.microbatches * sum(self.whole[stage] for stage in self.stages)
+        if math.isfinite(limit):
+            fits = Fraction(limit) * Fraction(1 + MARGIN) * of.memory_scale
+            self.memory = min(self.memory, int(fits))
 
     @property
-    def head(self) -> Fraction:
+    def head(self) -> int:
         """When the rank begins at the earliest."""
         return self.down[self.stages[0]]
 
     def spans(self) -> Iterator[tuple[Fraction, str]]:
         """Lower bounds on the rank's own span, each with its reason."""
         work = self._work()
-        yield work, "its work"
+        yield Fraction(work), "its work"
         start, end = self._waits_at_start(), self._waits_at_end()
-        yield work + start, "wait for the first backward"
-        yield work + end, "wait for the last backward"
+        yield Fraction(work + start), "wait for the first backward"
+        yield Fraction(work + end), "wait for the last backward"
         if self.microbatches > self._fit(self.stages[0]):
             # Something was released before the last forward, so it comes after the first backward.
-            yield work + start + end, "waits for the first and the last backward"
+            yield Fraction(work + start + end), "waits for the first and the last backward"
         yield self._area(), "memory over time"
 
     def end(self) -> Fraction:
         """When stage 0 has its last gradient at the earliest, and its W is done."""
         number = self.microbatches
-        computed = sum((self.forward[s] + self.inputs[s] for s in self.stages), _NO) * number
-        weights = number * sum((self.weights[stage] for stage in self.stages), _NO)
-        before = max(_NO, weights - self._weights_put_off())
+        computed = sum(self.forward[s] + self.inputs[s] for s in self.stages) * number
+        weights = number * sum(self.weights[stage] for stage in self.stages)
+        before = max(Fraction(0), weights - self._weights_put_off())
         way = min(self.up[stage] for stage in self.stages)
         return self.head + computed + before + way + self.weights[0]
 
-    def _work(self) -> Fraction:
-        each = [self.forward[s] + self.inputs[s] + self.weights[s] for s in self.stages]
-        return self.microbatches * sum(each, _NO)
+    def _work(self) -> int:
+        return self.microbatches * self._each(self.stages)
+
+    def _each(self, stages: list[int]) -> int:
+        return sum(self.forward[s] + self.inputs[s] + self.weights[s] for s in stages)
 
     def _fit(self, stage: int) -> int:
         """How many micro-batches may be between F and the end of I of a stage."""
         whole = self.whole[stage]
-        return min(self.microbatches, int(self.memory // whole)) if whole else self.microbatches
+        return min(self.microbatches, self.memory // whole) if whole else self.microbatches
 
-    def _there_and_back(self, stage: int) -> Fraction:
+    def _there_and_back(self, stage: int) -> int:
         """From the end of F of a stage to the start of its I."""
         last = len(self.forward) - 1
         down = self.down[last] + self.forward[last] - self.down[stage] - self.forward[stage]
         return down + self.up[last] + self.inputs[last] - self.up[stage] - self.inputs[stage]
 
-    def _waits_at_start(self) -> Fraction:
+    def _waits_at_start(self) -> int:
         """Idle between the first F and the first I of the rank's first stage."""
         first, *others = self.stages
         fit, time, memory = self._fit(first), self.forward[first], self.memory
         way = self._there_and_back(first)
         if not others:
-            return max(_NO, way - (fit - 1) * time)
+            return max(0, way - (fit - 1) * time)
         # Until the second stage has its first F, whose memory must be free; and from then on.
         second = others[0]
         until = self.down[second] - self.down[first] - time
         early = self._fit_beside(first, second)
-        waits = max(_NO, until - max(0, early - 1) * time)
-        each = sum((self.forward[s] + self.inputs[s] + self.weights[s] for s in others), _NO)
+        waits = max(0, until - max(0, early - 1) * time)
+        each = self._each(others)
         room = memory - fit * self.whole[first]
         through = fit if room >= min(self.whole[s] for s in others) else max(1, fit - 1)
-        return waits + max(_NO, way - until - (fit - 1) * time - through * each)
+        return waits + max(0, way - until - (fit - 1) * time - through * each)
 
     def _fit_beside(self, stage: int, other: int) -> int:
         """How many micro-batches may be in one stage while another begins one."""
         whole = self.whole[stage]
         if not whole:
             return self.microbatches
-        return min(self.microbatches, int((self.memory - self.whole[other]) // whole))
+        return min(self.microbatches, (self.memory - self.whole[other]) // whole)
 
-    def _waits_at_end(self) -> Fraction:
+    def _waits_at_end(self) -> int:
         """Idle between the last F and its I, on a rank with one stage."""
         stage, *others = self.stages
         if others:
-            return _NO
+            return 0
         whole, kept, inputs = self.whole[stage], self.kept[stage], self.inputs[stage]
-        weights, most = self.weights[stage], _NO
+        weights, most = self.weights[stage], 0
         for both in range(self._fit(stage)):
             others_left, room = self.microbatches - 1 - both, self.memory - whole * (both + 1)
-            alone = min(others_left, int(room // kept)) if kept else others_left
+            alone = min(others_left, room // kept) if kept else others_left
             most = max(most, both * (inputs + weights) + alone * weights)
-        return max(_NO, self._there_and_back(stage) - most)
+        return max(0, self._there_and_back(stage) - most)
 
     def _weights_put_off(self) -> Fraction:
         """The time of all W that can be left when the rank begins its last forward."""
-        room = self.memory - min(self.whole[stage] for stage in self.stages)
-        total = _NO
+        room = Fraction(self.memory - min(self.whole[stage] for stage in self.stages))
+        total = Fraction(0)
         for stage in sorted(self.stages, key=self._time_by_memory, reverse=True):
             kept, weights = self.kept[stage], self.weights[stage]
             count = Fraction(self.microbatches)
@@ -226,18 +277,13 @@ class _Rank:
 
     def _time_by_memory(self, stage: int) -> Fraction:
         kept = self.kept[stage]
-        return self.weights[stage] / kept if kept else Fraction(2**62)
+        return Fraction(self.weights[stage], kept) if kept else Fraction(2) ** 4096
 
     def _area(self) -> Fraction:
         """Memory over time that all micro-batches take together, for the memory there is."""
-        area = _NO
+        area = 0
         for stage in self.stages:
             forward, inputs = self.forward[stage], self.inputs[stage]
             held = forward + self._there_and_back(stage) + inputs
             area += self.whole[stage] * held + self.kept[stage] * self.weights[stage]
-        return self.microbatches * area / self.memory if self.memory else _NO
-
-
-def _way(times: list[Fraction], hops: list[Fraction]) -> list[Fraction]:
-    """For each stage, the time of all before it, and of their messages."""
-    return list(accumulate((t + h for t, h in zip(times, hops, strict=True)), initial=_NO))[:-1]
+        return Fraction(self.microbatches * area, self.memory or 1)

@@ -13,7 +13,7 @@ due times draw a pattern, as on paper, and the scheduler fits it to real costs a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from taktline.plan.work import MARGIN, Order, Work

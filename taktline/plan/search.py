@@ -118,7 +118,6 @@ def _blocks(work: Work, order: Order, found: Run) -> list[tuple[int, int, int]]:
             return blocks
         number = word[:place].count(letter)
         rank = work.rank[source]
-        word, left = order[rank], number
-        place = -1
+        word, place = order[rank], -1
         for _ in range(number + 1):
             place = word.index(source, place + 1)

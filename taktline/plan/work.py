@@ -8,7 +8,8 @@ lists, and an order is judged without making an object for any action.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -57,7 +58,7 @@ class Work:
         times = [costs.of(name, stages) for name in _TIMES]
         whole, kept = costs.of("activation", stages), costs.of("kept_for_weight", stages)
         messages = costs.of("message_bytes", stages) / costs.link.bandwidth + costs.link.latency
-        crosses = [a != b for a, b in zip(rank_of, rank_of[1:], strict=False)]
+        crosses = [a != b for a, b in pairwise(rank_of)]
         # A gradient is as large as its activation.
         forth = [flight * away for flight, away in zip(messages.tolist(), crosses, strict=False)]
         hop = [[*forth, 0.0], [0.0, *forth], [0.0] * stages]
@@ -86,8 +87,7 @@ class Work:
 
     def with_microbatches(self, microbatches: int) -> Work:
         """The same with another number of micro-batches."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return Work(**values | {"microbatches": microbatches})
+        return replace(self, microbatches=microbatches)
 
     @property
     def period(self) -> float:
@@ -165,7 +165,8 @@ def run(work: Work, order: Order) -> Run | None:
 
 def peaks(work: Work, order: Order) -> list[float]:
     """The peak memory of each rank."""
-    takes, frees, found = work.takes, work.frees, []
+    takes, frees = work.takes, work.frees
+    found: list[float] = []
     for word in order:
         held = most = 0.0
         for letter in word:
