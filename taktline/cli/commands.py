@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -273,7 +274,16 @@ def compare(
     trained = [name for name in plans.names() if name != "forward_only"]
     timelines = times.timelines(schedules or trained, predict=predict)
     _, unit = shared_axis(timelines)  # raises if they cannot be compared
-    figures = [
+    rows = figures(timelines)
+    if json:
+        echo_json(rows)
+    else:
+        print_schedules(rows, unit, console(colour))
+
+
+def figures(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
+    """What is compared of each timeline."""
+    return [
         {
             "schedule": timeline.name,
             "ranks": timeline.plan.ranks,
@@ -287,13 +297,9 @@ def compare(
         }
         for timeline in timelines
     ]
-    if json:
-        echo_json(figures)
-    else:
-        _print_schedules(figures, unit, console(colour))
 
 
-def _print_schedules(figures: list[dict[str, Any]], unit: str, screen: Console) -> None:
+def print_schedules(figures: list[dict[str, Any]], unit: str, screen: Console) -> None:
     """Print a table with a row for each; the best figure of a column stands out."""
 
     def cell(of: dict[str, Any], name: str, form: str) -> str:

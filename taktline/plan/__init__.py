@@ -3,13 +3,14 @@
 from taktline.plan import schedules as schedules  # which registers them
 from taktline.plan.action import Action, Kind, Overlap, parse
 from taktline.plan.bound import Bound
+from taktline.plan.build import build
 from taktline.plan.costs import Costs, Link
 from taktline.plan.io import read, read_costs, read_timeline, write, write_timeline
 from taktline.plan.optimise import bound, optimise
 from taktline.plan.partition import Partition, balance
 from taktline.plan.passes import add_comm, add_reduce, add_shard, lower, merge_backward, restrict
 from taktline.plan.plan import Level, Placement, Plan
-from taktline.plan.registry import NamedSchedule, build, each_rank, find, names, register
+from taktline.plan.registry import NamedSchedule, each_rank, find, names, register
 from taktline.plan.registry import unregister as unregister
 from taktline.plan.rows import Rows
 from taktline.plan.rules import Violation

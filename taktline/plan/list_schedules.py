@@ -13,37 +13,73 @@ due times draw a pattern, as on paper, and the scheduler fits it to real costs a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
+from random import Random
 
 from taktline.plan.work import MARGIN, Order, Work
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Rules:
-    """How a rank chooses."""
+    """How a rank chooses; times are in periods, the time of the busiest rank for a micro-batch."""
 
-    due: list[float]
-    """When F and I of micro-batch 0 are due, by letter."""
-    period: float
+    down: float = 1.0
+    """The pace of the pattern from F to F, as a multiple of what stages and messages take."""
+    up: float = 1.0
+    """The pace from I to I."""
+    turn: float = 0.0
+    """The pause in the pattern between F and I of the last stage."""
+    period: float = 1.0
     """After how long the next micro-batch is due."""
-    reach: float = math.inf
+    reach: float = 1.0
     """How far beyond what is due first a rank may run ahead."""
-    fill: float = 0.0
+    fill: float = 0.5
     """The part of a W by which it may delay what comes next."""
     wait: float = 0.0
-    """The part of an F or I by which it may delay what is due earlier."""
-    ahead: list[float] | None = None
-    """How many micro-batches each stage may have between F and I; by default any."""
+    """The part of an F or I that it must not delay what is due earlier by; with 0, by nothing."""
+
+    def varied(self, random: Random) -> Rules:
+        """Other rules, much like these."""
+        changes: dict[str, float] = {}
+        for _ in range(random.choice((1, 1, 2))):
+            name = random.choice(_FIELDS)
+            value = getattr(self, name)
+            if name in ("down", "up"):
+                changes[name] = value * math.exp(random.gauss(0, 0.12))
+            elif name == "turn":
+                changes[name] = max(0.0, value + random.gauss(0, 0.2))
+            elif name == "period":
+                changes[name] = 1 + random.gauss(0, 0.03)
+            elif name == "reach":
+                changes[name] = random.choice((0.0, 1.0, math.inf, 2 * random.random()))
+            else:
+                changes[name] = random.choice((0.0, 1.0, random.random()))
+        return replace(self, **changes)
+
+
+_FIELDS = [field.name for field in fields(Rules)]
+
+GOOD = [
+    Rules(down, up, reach=reach, fill=fill, wait=wait)
+    for down, up in product((1.0, 1.5, 2.0), repeat=2)
+    for reach, fill, wait in (
+        (1.0, 0.5, 1.0),
+        (math.inf, 0.0, 0.0),
+        (0.0, 0.0, 1.0),
+        (1.0, 1.0, 0.0),
+    )
+]
+"""Rules that are good for some costs, to begin with."""
 
 
 def schedule(work: Work, rules: Rules) -> Order | None:
     """The order that these rules lead to; None if all ranks come to wait."""
     time, source, hop, rank_of = work.time, work.source, work.hop, work.rank
-    takes, frees, due, period = work.takes, work.frees, rules.due, rules.period
+    takes, frees, due = work.takes, work.frees, pattern(work, rules)
+    period, reach = rules.period * work.period, rules.reach * work.period
     microbatches, ranks = work.microbatches, work.placement.ranks
-    ahead = rules.ahead or [math.inf] * work.placement.stages
-    eager = math.isinf(rules.reach)
     count, arrivals = [0] * len(time), [list[float]() for _ in time]
     # An F of a stage leaves room for the later stages of its rank, so that the oldest micro-batch
     # can always go on.
@@ -98,8 +134,6 @@ def schedule(work: Work, rules: Rules) -> Order | None:
             elif letter % 3 and count[letter - 1] <= number:
                 continue
             if not letter % 3:
-                if number - count[letter + 1] >= ahead[letter // 3]:
-                    continue
                 fits, total = True, takes[letter]
                 for place, limit in enumerate(room[rank]):
                     total += mine[place]
@@ -120,7 +154,7 @@ def schedule(work: Work, rules: Rules) -> Order | None:
                 end = now + (1 - rules.wait) * time[chosen]
                 if any(at < end and earlier < best for at, earlier in soon):
                     chosen = -1
-            if chosen >= 0 and not eager and best > first_due + rules.reach:
+            if chosen >= 0 and best > first_due + reach:
                 chosen = -1
         if chosen < 0 and next_weight[rank] < len(weights):
             letter = weights[next_weight[rank]]
@@ -152,18 +186,12 @@ def schedule(work: Work, rules: Rules) -> Order | None:
     return None if left else order
 
 
-def pattern(work: Work, down: float = 1.0, up: float = 1.0, turn: float = 0.0) -> list[float]:
-    """Due times of a micro-batch that passes the stages at a pace, and turns at the last.
-
-    Paces are multiples of the times that stages and hops take: ``down`` for F and ``up`` for I.
-    """
-    due = [0.0] * len(work.time)
+def pattern(work: Work, rules: Rules) -> list[float]:
+    """When F and I of micro-batch 0 are due, by letter."""
+    due, time, hop = [0.0] * len(work.time), work.time, work.hop
     for letter in range(3, len(due), 3):
-        before = letter - 3
-        due[letter] = due[before] + down * (work.time[before] + work.hop[before])
-    letter = len(due) - 3
-    due[letter + 1] = due[letter] + work.time[letter] + turn
+        due[letter] = due[letter - 3] + rules.down * (time[letter - 3] + hop[letter - 3])
+    due[-2] = due[-3] + time[-3] + rules.turn * work.period
     for letter in range(len(due) - 5, 0, -3):
-        after = letter + 3
-        due[letter] = due[after] + up * (work.time[after] + work.hop[after])
+        due[letter] = due[letter + 3] + rules.up * (time[letter + 3] + hop[letter + 3])
     return due

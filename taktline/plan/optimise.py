@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from random import Random
 from typing import Literal, TypeAlias, get_args
 
@@ -15,7 +14,7 @@ from taktline.checks import check, check_callable, check_one_of, known_keywords,
 from taktline.errors import CostError, PlanError, ScheduleError
 from taktline.plan.bound import Bound, lower_bound
 from taktline.plan.costs import Costs
-from taktline.plan.list_schedules import Rules, pattern, schedule
+from taktline.plan.list_schedules import GOOD, Rules, schedule
 from taktline.plan.passes import merge_backward
 from taktline.plan.plan import Placement, Plan
 from taktline.plan.registry import find, names
@@ -152,8 +151,28 @@ def _placement(ranks: int | None, placement: Placement | Shape, stages_per_rank:
     return (Placement.v if placement == "v" else Placement.loop)(ranks, each)
 
 
+def fitting(
+    costs: Costs, placement: Placement, microbatches: int, memory: Memory | None = None
+) -> list[Plan]:
+    """The plans of all known schedules with this placement that fit into this memory."""
+    return list(_fitting(_work(costs, None, microbatches, memory, placement, 1), costs))
+
+
+def _fitting(work: Work, costs: Costs) -> Iterator[Plan]:
+    placement, limits = work.placement, np.array(work.memory) * (1 + MARGIN)
+    per_rank = max(1, placement.stages // placement.ranks)
+    for name in names():
+        known = find(name)
+        if name == "forward_only" or known.stages_per_rank not in (None, per_rank):
+            continue
+        if known.place(placement.ranks, per_rank) == placement:
+            plan = known.build(placement.ranks, work.microbatches, per_rank)
+            if (peak_memory(plan, costs) <= limits).all():
+                yield plan
+
+
 class _Search:
-    """Plans and orders that were found so far, and the time that is left to find better ones."""
+    """What was found so far, and the time that is left to find something better."""
 
     def __init__(
         self,
@@ -166,105 +185,118 @@ class _Search:
         progress: Progress | None,
     ) -> None:
         self.work, self.costs, self.by = work, costs, by
-        self.random = Random(seed)
+        self.random, self.progress = Random(seed), progress
         self.ends = time.monotonic() + seconds
         letters = len(work.time) * work.microbatches
-        self.rounds = max(1, 4_000_000 // letters) if rounds is None else rounds
-        self.progress = progress
+        self.rounds = min(20_000, 40_000_000 // letters) if rounds is None else rounds
         self.plans: list[tuple[float, Plan]] = []
         self.orders: list[tuple[float, Order]] = []
-
-    def score(self, found: Run) -> float:
-        """What is made short; in a draw, the other one is, too."""
-        one, other = found.span, found.makespan
-        if self.by == "makespan":
-            one, other = other, one
-        return one + 1e-6 * other
-
-    def out_of_time(self, needed: float = 0.0) -> bool:
-        """Whether so many seconds are no longer left."""
-        return time.monotonic() + needed >= self.ends
+        least = lower_bound(work, costs)
+        self.least = least.span if by == "span" else least.makespan
+        self.shortest = math.inf
 
     def run(self) -> None:
         """All ways to find plans, one after the other."""
-        self._named()
-        self._listed()
+        few = self._few()
+        for plan in _fitting(self.work, self.costs):
+            self._add(plan)
+            order = None if plan.rows.joined.any() else from_plan(plan)
+            if order is not None:
+                self._keep(order)
+        self._listed(few)
         self._improved()
 
     def best(self) -> Plan:
         """The best plan as the simulator times it."""
-        for _, order in sorted(self.orders, key=lambda each: each[0])[:2]:
+        for _, order in self.orders[:2]:
             plan = to_plan(self.work, order, "optimised")
-            for each in (plan, merge_backward(plan)):
-                self._add(each)
+            self._add(plan)
+            if self.costs.backward is not None:
+                self._add(merge_backward(plan))
         return min(self.plans, key=lambda each: each[0])[1]
+
+    def _few(self) -> Work:
+        """The same work with fewer micro-batches, which shows what rules are good."""
+        return self.work.with_microbatches(
+            min(self.work.microbatches, 3 * self.work.placement.ranks)
+        )
+
+    def _score(self, found: Run) -> float:
+        """What is made short; in a draw, the other one is, too."""
+        times = (found.span, found.makespan)
+        one, other = times if self.by == "span" else times[::-1]
+        return one + _LITTLE * other
 
     def _add(self, plan: Plan) -> None:
         timeline = simulate(plan, self.costs)
-        other: By = "span" if self.by == "makespan" else "makespan"
-        self.plans.append((timeline.cost(self.by) + 1e-6 * timeline.cost(other), plan))
+        times = (timeline.cost("span"), timeline.cost("makespan"))
+        one, other = times if self.by == "span" else times[::-1]
+        self.plans.append((one + _LITTLE * other, plan))
 
-    def _named(self) -> None:
-        """The known schedules that fit."""
-        placement, limits = self.work.placement, np.array(self.work.memory) * (1 + MARGIN)
-        per_rank = placement.stages // placement.ranks
-        for name in names():
-            known = find(name)
-            if name == "forward_only" or known.stages_per_rank not in (None, per_rank):
-                continue
-            if known.place(placement.ranks, per_rank) != placement:
-                continue
-            plan = known.build(placement.ranks, self.work.microbatches, per_rank)
-            if (peak_memory(plan, self.costs) <= limits).all():
-                self._add(plan)
-                order = None if plan.rows.joined.any() else from_plan(plan)
-                if order is not None:
-                    self._keep(order)
-
-    def _keep(self, order: Order) -> float:
+    def _keep(self, order: Order) -> None:
+        """Keep an order, if it runs and is among the best."""
         found = run(self.work, order)
         if found is None:
-            return math.inf
-        score = self.score(found)
-        self.orders.append((score, order))
-        self.orders.sort(key=lambda each: each[0])
-        del self.orders[8:]
-        return score
+            return
+        score = self._score(found)
+        self.shortest = min(self.shortest, found.span if self.by == "span" else found.makespan)
+        if not any(abs(score - other) <= _LITTLE**2 * score for other, _ in self.orders):
+            self.orders.append((score, order))
+            self.orders.sort(key=lambda each: each[0])
+            del self.orders[_KEPT:]
 
-    def _listed(self) -> None:
-        """Orders of the list scheduler, under many rules."""
-        took = 0.0
-        for rules in _portfolio(self.work):
-            if self.orders and self.out_of_time(2 * took):
-                return
-            begin = time.monotonic()
+    def _ends(self, done: float) -> bool:
+        """Whether there is no time left, or nothing to find; reports what share is done."""
+        if self.progress is not None and self.orders:
+            work = self.work
+            busy = work.microbatches * sum(work.time) / work.placement.ranks
+            self.progress(done, 1 - busy / self.orders[0][0] if busy else 0.0)
+        return time.monotonic() >= self.ends or self.shortest <= self.least * (1 + _LITTLE)
+
+    def _listed(self, few: Work) -> None:
+        """Orders of the list scheduler: rules are varied as long as they become better."""
+        letters = len(few.time) * few.microbatches
+        known: list[tuple[float, Rules]] = []
+        tries = max(len(GOOD), min(300, 600_000 // letters))
+        for turn in range(tries):
+            if self._ends(_LISTED * turn / tries):
+                break
+            rules = (
+                GOOD[turn] if turn < len(GOOD) else self.random.choice(known)[1].varied(self.random)
+            )
+            found = schedule(few, rules)
+            ran = None if found is None else run(few, found)
+            if ran is not None:
+                known.append((self._score(ran), rules))
+                known.sort(key=lambda each: each[0])
+                del known[_KEPT:]
+        for _, rules in known:
             order = schedule(self.work, rules)
             if order is not None:
                 self._keep(order)
-            took = max(took, time.monotonic() - begin)
+            if self._ends(_LISTED):
+                break
 
     def _improved(self) -> None:
         """The best few, each improved by local search."""
-        for score, order in self.orders[:4]:
-            if self.out_of_time():
-                return
-            better, order = improve(
-                self.work,
-                order,
-                self.score,
-                self.random,
-                rounds=self.rounds,
-                heat=0.05 * self.work.period,
-                stop=self.out_of_time,
-            )
-            if better < score:
-                self._keep(order)
+        heat = 0.15 * self.work.period
+        starts = self.orders[:]
+        for place, (_, order) in enumerate(starts):
+
+            def stop(turn: int, place: int = place) -> bool:
+                share = (place + turn / self.rounds) / len(starts)
+                return self._ends(_LISTED + (1 - _LISTED) * share)
+
+            if self.rounds and not stop(0):
+                by_span = self.by == "span"
+                rounds, random = self.rounds, self.random
+                self._keep(
+                    improve(self.work, order, by_span, random, rounds=rounds, heat=heat, stop=stop)
+                )
 
 
-def _portfolio(work: Work) -> Iterator[Rules]:
-    """Rules that have been good for some costs."""
-    period = work.period
-    for down, up in product((1.0, 1.5, 2.0), (1.0, 1.5, 2.0)):
-        due = pattern(work, down, up)
-        for reach, fill, wait in product((period, 0.0, math.inf), (0.5, 0.0, 1.0), (0.0, 1.0)):
-            yield Rules(due, period, reach, fill, wait)
+_LITTLE = 1e-6
+_KEPT = 6
+"""So many of the best are kept, and improved."""
+_LISTED = 0.3
+"""The share of the search that lists orders."""

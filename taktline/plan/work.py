@@ -104,11 +104,18 @@ def _by_letter(columns: Sequence[Sequence[float] | np.ndarray]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """When an order runs: the starts of each rank's letters, and the ends of all ranks."""
+    """When an order runs."""
 
     starts: list[list[float]]
+    """When each rank's letters start."""
+    needed: list[list[float]]
+    """When what they need is there; 0 if they need nothing."""
     first: list[float]
+    """The start of each rank."""
     last: list[float]
+    """The end of each rank."""
+    trace: list[int]
+    """The ranks in the order in which their letters can run one by one."""
 
     @property
     def makespan(self) -> float:
@@ -132,11 +139,14 @@ def run(work: Work, order: Order) -> Run | None:
     waiting = [False] * len(time)  # for the next of this letter
     at, clock = [0] * len(order), [0.0] * len(order)
     starts: list[list[float]] = [[] for _ in order]
+    needed: list[list[float]] = [[] for _ in order]
+    trace: list[int] = []
     ready = list(range(len(order) - 1, -1, -1))
     while ready:
         rank = ready.pop()
-        word, begun, now = order[rank], starts[rank], clock[rank]
-        for place in range(at[rank], len(word)):
+        word, begun, got, now = order[rank], starts[rank], needed[rank], clock[rank]
+        begin = at[rank]
+        for place in range(begin, len(word)):
             letter = word[place]
             needs = source[letter]
             if needs >= 0:
@@ -147,8 +157,11 @@ def run(work: Work, order: Order) -> Run | None:
                     at[rank] = place
                     break
                 count[letter] = number + 1
+                got.append(there[number])
                 if there[number] > now:
                     now = there[number]
+            else:
+                got.append(0.0)
             begun.append(now)
             now += time[letter]
             arrivals[letter].append(now + hop[letter])
@@ -158,9 +171,11 @@ def run(work: Work, order: Order) -> Run | None:
         else:
             at[rank] = len(word)
         clock[rank] = now
+        trace += [rank] * (at[rank] - begin)
     if any(place < len(word) for place, word in zip(at, order, strict=True)):
         return None
-    return Run(starts, [begun[0] if begun else 0.0 for begun in starts], clock)
+    first = [begun[0] if begun else 0.0 for begun in starts]
+    return Run(starts, needed, first, clock, trace)
 
 
 def peaks(work: Work, order: Order) -> list[float]:
