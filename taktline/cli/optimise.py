@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum, auto
@@ -15,7 +16,8 @@ from taktline.cli.commands import figures, print_schedules
 from taktline.cli.options import OUTPUT, Colour, Json, Times, console, echo_json
 from taktline.plan import Costs, Placement, Timeline
 from taktline.plan.io import is_timeline
-from taktline.plan.optimise import Progress, fitting
+from taktline.plan.portfolio import Progress, fitting
+from taktline.plan.work import Work
 from taktline.text import counted
 
 
@@ -89,7 +91,9 @@ def optimise(
         typer.echo(
             f"{output}: {counted(len(found), 'action')} of {counted(ranks, 'rank')}", err=json
         )
-    named = [plan for plan in fitting(used, shape, microbatches, memory) if plan != found]
+    limit = math.inf if memory is None else memory
+    work = Work.of(used, shape, microbatches, [limit] * ranks)
+    named = [plan for plan in fitting(work, used) if plan != found]
     timelines = [plans.simulate(plan, used) for plan in (*named, found)]
     best = plans.bound(used, placement=shape, microbatches=microbatches, memory=memory)
     if json:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from taktline.plan.work import Order, Work
 
 
-def unrolled(work: Work, order: Order, microbatches: int, more: int, at_once: int) -> Order | None:
+def unrolled(work: Work, order: Order, *, more: int, at_once: int) -> Order | None:
     """The order with so many ``more`` micro-batches, ``at_once`` in each repetition.
 
     It is None if a rank's word has no part in the middle with each of its letters equally often.
@@ -19,7 +19,7 @@ def unrolled(work: Work, order: Order, microbatches: int, more: int, at_once: in
     longer: Order = []
     for rank, word in enumerate(order):
         kinds = 3 * len(work.placement.stages_of(rank))
-        place = _regular(word, kinds, at_once, microbatches)
+        place = _regular(word, kinds, at_once)
         if place is None:
             return None
         end = place + kinds * at_once
@@ -27,7 +27,7 @@ def unrolled(work: Work, order: Order, microbatches: int, more: int, at_once: in
     return longer
 
 
-def _regular(word: list[int], kinds: int, at_once: int, microbatches: int) -> int | None:
+def _regular(word: list[int], kinds: int, at_once: int) -> int | None:
     """Where a part near the middle begins that has every letter ``at_once`` times."""
     length, middle = kinds * at_once, (len(word) - kinds * at_once) // 2
     for offset in range(max(0, middle) + 1):
