@@ -118,7 +118,7 @@ def optimise(
     try:
         search.run(solve=solvers.installed() if solver is None else bool(solver))
     except KeyboardInterrupt:
-        if not search.plans:
+        if not search.plans and not search.orders:
             raise
     return search.best()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from random import Random
 from typing import TypeAlias
 
@@ -15,6 +16,7 @@ from taktline.plan.bound import lower_bound
 from taktline.plan.costs import Costs
 from taktline.plan.list_schedules import GOOD, Rules, schedule
 from taktline.plan.passes import merge_backward
+from taktline.plan.periodic import unrolled
 from taktline.plan.plan import Placement, Plan
 from taktline.plan.registry import find, names
 from taktline.plan.schedules import v_limited
@@ -26,12 +28,14 @@ Progress: TypeAlias = Callable[[float, float], object]
 """Called with the share of the search that is done, and the best bubble so far."""
 
 
-def fitting(work: Work, costs: Costs) -> Iterator[Plan]:
+def fitting(work: Work, costs: Costs, *, slow: bool = True) -> Iterator[Plan]:
     """The plans of all known schedules with this placement that fit into the memory."""
     placement, limits = work.placement, np.array(work.memory) * (1 + MARGIN)
     per_rank = max(1, placement.stages // placement.ranks)
     for name in names():
         known = find(name)
+        if name in (() if slow else _SLOW):
+            continue
         if name == "forward_only" or known.stages_per_rank not in (None, per_rank):
             continue
         if known.place(placement.ranks, per_rank) == placement:
@@ -53,45 +57,50 @@ class Search:
         rounds: int | None,
         progress: Progress | None,
     ) -> None:
-        self.work, self.costs, self.by = work, costs, by
+        self.work, self.costs = work, costs
+        self.by: By = by
         self.random, self.progress = Random(seed), progress
         self.ends = time.monotonic() + seconds
         letters = len(work.time) * work.microbatches
         self.rounds = min(20_000, 40_000_000 // letters) if rounds is None else rounds
         self.plans: list[tuple[float, Plan]] = []
         self.orders: list[tuple[float, Order]] = []
+        self.rules: list[tuple[float, Rules]] = []
+        self.large = letters > _LARGE
         least = lower_bound(work, costs)
         self.least = least.span if by == "span" else least.makespan
         self.shortest = math.inf
 
     def run(self, *, solve: bool) -> None:
         """All ways to find plans, one after the other."""
-        few = self._few()
-        for plan in fitting(self.work, self.costs):
+        for plan in fitting(self.work, self.costs, slow=not self.large):
             self._add(plan)
-            order = None if plan.rows.joined.any() else from_plan(plan)
-            if order is not None:
-                self._keep(order)
-        self._patterned()
-        self._listed(few)
+            self._keep(None if plan.rows.joined.any() else from_plan(plan))
+        if not self.large:
+            self._patterned()
+        few = self.work.with_microbatches((2 if self.large else 3) * self.work.placement.ranks)
+        if few.microbatches < self.work.microbatches:
+            self._unrolled(few)
+        else:
+            self._varied()
+        for _, rules in self.rules:
+            if self.orders and self._ends(_LISTED):
+                break
+            self._keep(schedule(self.work, rules))
+        if not self.orders and not self.plans:
+            self._keep(schedule(self.work, Rules(reach=math.inf, fill=1.0)))
         self._improved()
         if solve and solver.solvable(self.work):
             self._solved()
 
     def best(self) -> Plan:
         """The best plan as the simulator times it."""
-        for _, order in self.orders[:2]:
+        for _, order in self.orders[: 1 if self.large else 2]:
             plan = to_plan(self.work, order, "optimised")
             self._add(plan)
             if self.costs.backward is not None:
                 self._add(merge_backward(plan))
         return min(self.plans, key=lambda each: each[0])[1]
-
-    def _few(self) -> Work:
-        """The same work with fewer micro-batches, which shows what rules are good."""
-        return self.work.with_microbatches(
-            min(self.work.microbatches, 3 * self.work.placement.ranks)
-        )
 
     def _score(self, found: Run) -> float:
         """What is made short; in a draw, the other one is, too."""
@@ -105,10 +114,10 @@ class Search:
         one, other = times if self.by == "span" else times[::-1]
         self.plans.append((one + _LITTLE * other, plan))
 
-    def _keep(self, order: Order) -> None:
+    def _keep(self, order: Order | None) -> None:
         """Keep an order, if it runs and is among the best."""
-        found = run(self.work, order)
-        if found is None:
+        found = None if order is None else run(self.work, order)
+        if order is None or found is None:
             return
         score = self._score(found)
         self.shortest = min(self.shortest, found.span if self.by == "span" else found.makespan)
@@ -134,33 +143,36 @@ class Search:
         limit = int(min(most, 2 * placement.ranks))
         if limit >= 2 * ((placement.ranks + 4) // 3):
             rows = v_limited(placement, work.microbatches, limit)
-            order = from_plan(Plan(rows, placement, work.microbatches))
-            if order is not None:
-                self._keep(order)
+            self._keep(from_plan(Plan(rows, placement, work.microbatches)))
 
-    def _listed(self, few: Work) -> None:
-        """Orders of the list scheduler: rules are varied as long as they become better."""
-        letters = len(few.time) * few.microbatches
-        known: list[tuple[float, Rules]] = []
+    def _unrolled(self, few: Work) -> None:
+        """Orders for fewer micro-batches, their middle repeated; and the rules that are good."""
+        seconds, rounds = (self.ends - time.monotonic()) / 3, min(self.rounds, _FEW_ROUNDS)
+        inner = Search(
+            few, self.costs, self.by, self.random.randrange(2**31), seconds, rounds, None
+        )
+        inner.run(solve=False)
+        self.rules, more = inner.rules, self.work.microbatches - few.microbatches
+        for (_, order), at_once in product(inner.orders[: 1 if self.large else _KEPT], (1, 2)):
+            if more % at_once == 0 and not self._ends(0.0):
+                self._keep(unrolled(few, order, more=more, at_once=at_once))
+
+    def _varied(self) -> None:
+        """Rules for lists: some that are known, and the best of them varied again and again."""
+        letters = len(self.work.time) * self.work.microbatches
         tries = max(len(GOOD), min(300, 600_000 // letters))
         for turn in range(tries):
             if self._ends(_LISTED * turn / tries):
-                break
-            rules = (
-                GOOD[turn] if turn < len(GOOD) else self.random.choice(known)[1].varied(self.random)
-            )
-            found = schedule(few, rules)
-            ran = None if found is None else run(few, found)
-            if ran is not None:
-                known.append((self._score(ran), rules))
-                known.sort(key=lambda each: each[0])
-                del known[_KEPT:]
-        for _, rules in known:
+                return
+            rules = GOOD[turn % len(GOOD)]
+            if turn >= len(GOOD) and self.rules:
+                rules = self.random.choice(self.rules)[1].varied(self.random)
             order = schedule(self.work, rules)
-            if order is not None:
-                self._keep(order)
-            if self._ends(_LISTED):
-                break
+            found = None if order is None else run(self.work, order)
+            if found is not None:
+                self.rules.append((self._score(found), rules))
+                self.rules.sort(key=lambda each: each[0])
+                del self.rules[_KEPT:]
 
     def _improved(self) -> None:
         """The best few, each improved by local search."""
@@ -189,6 +201,11 @@ class Search:
             self._keep(order)
 
 
+_SLOW = ("v_half", "v_min")
+"""The schedules whose plans take long to make."""
+_LARGE = 30_000
+"""From so many actions on, plans are found for few micro-batches, and unrolled."""
+_FEW_ROUNDS = 5_000
 _LITTLE = 1e-6
 _KEPT = 6
 """So many of the best are kept, and improved."""

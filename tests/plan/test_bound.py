@@ -38,7 +38,7 @@ PLACEMENTS = [
     (Placement.loop(2), 2),
     (Placement.v(3), 1),
     (Placement.loop(3), 1),
-    (Placement.custom([0, 0, 1]), 2),
+    (Placement.custom([0, 1, 1]), 2),
 ]
 """With the most micro-batches that brute force manages in a moment."""
 
@@ -69,7 +69,7 @@ def instances(draw: st.DrawFn) -> tuple[Placement, int, dict[str, Any], list[flo
     return placement, draw(st.integers(1, most)), costs, [each * draw(factors) for each in least]
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(instances())
 def test_no_plan_is_below(
     instance: tuple[Placement, int, dict[str, Any], list[float]],
@@ -96,7 +96,7 @@ def test_no_plan_is_below(
     assert found.bubble == pytest.approx(1 - busy / placement.ranks / found.span)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data())
 def test_no_schedule_is_below(data: st.DataObject) -> None:
     """Also with pairs, whole backwards that cost less than their halves, and slow messages."""
