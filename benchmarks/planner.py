@@ -6,8 +6,8 @@
     python benchmarks/planner.py --only v        only rows with this in their name
 
 All bubbles are those of the longest rank's own span. Costs are those of the paper on Zero Bubble
-schedules (arXiv 2401.10241): its model of 1.5B parameters, of whose activations W needs 37%, and its
-models of 6.2B, in halves. ``heuristics`` has what the best open program reaches.
+schedules (arXiv 2401.10241): its model of 1.5B parameters, of whose activations W needs 37% in the
+linear rows but two, and those of 6.2B, in halves. ``goal`` is what others have reached.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Row(NamedTuple):
     ranks: int
     microbatches: int
     memory: float
-    heuristics: float | None
+    goal: float | None
 
 
 ROWS = [
@@ -96,7 +96,7 @@ def _line(row: Row, seconds: float) -> None:
         found += [f"{tl.simulate(plan, row.costs).bubble('span'):.2%}", f"{took:.1f}"]
     best = named(row.costs, plan.placement, row.microbatches, row.memory)
     least = tl.bound(row.costs, **given).bubble
-    goal = "–" if row.heuristics is None else f"{row.heuristics:.2%}"
+    goal = "–" if row.goal is None else f"{row.goal:.2%}"
     print(
         f"{row.name:26} {row.ranks:>3} {row.microbatches:>3} {row.memory:>6g} "
         f"{'none' if best is None else f'{best:.2%}':>7} {goal:>7} {found[0]:>7} {found[1]:>5} "

@@ -29,10 +29,8 @@ class Bound:
 
     >>> from taktline.plan import bound
     >>> found = bound(Costs(), ranks=4, microbatches=8, memory=4)
-    >>> print(found)
-    no plan is below makespan 27 or span 27 (bubble 11.1%)
-    >>> found.proven
-    'rank 0: wait for the first backward'
+    >>> found.span, found.proven
+    (27.0, 'rank 0: wait for the first backward')
     """
 
     makespan: float
@@ -46,16 +44,10 @@ class Bound:
     proven: str
     """The rank and the argument by which no span is shorter."""
 
-    def __str__(self) -> str:
-        return (
-            f"no plan is below makespan {self.makespan:.5g} or span {self.span:.5g} "
-            f"(bubble {self.bubble:.1%})"
-        )
-
 
 def lower_bound(work: Work, costs: Costs) -> Bound:
     """The best of all arguments, on all ranks."""
-    stages = _Stages.of(work, costs)
+    stages = _Stages(work, costs)
     ranks = [_Rank(stages, rank, limit) for rank, limit in enumerate(work.memory)]
     spans: list[tuple[Fraction, str]] = []
     makespan = Fraction(0)
@@ -82,69 +74,41 @@ def _bubble(busy: Fraction, cost: Fraction) -> float:
     return float(max(Fraction(0), 1 - busy / cost)) if cost else 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Stages:
     """The numbers of all stages, whole: times and memory are multiples of small units."""
 
-    microbatches: int
-    stages_of: list[list[int]]
-    scale: int
-    """So many units of time are one."""
-    memory_scale: int
-    forward: list[int]
-    inputs: list[int]
-    weights: list[int]
-    """F, I and W take at least this long in any plan, also within a B or a pair."""
-    whole: list[int]
-    kept: list[int]
-    down: list[int]
-    """When F of each stage begins at the earliest."""
-    up: list[int]
-    """From the end of I of each stage to that of stage 0, at the least."""
-    largest_work: Fraction
-    """Of all ranks, with each backward as a B or as I and W, whatever takes longer."""
-
-    @classmethod
-    def of(cls, work: Work, costs: Costs) -> _Stages:
-        placement = work.placement
-        columns = [costs.of(name, placement.stages).tolist() for name in _TIMES]
+    def __init__(self, work: Work, costs: Costs) -> None:
+        stages = work.placement.stages
+        columns = [costs.of(name, stages).tolist() for name in _TIMES]
         hops = [work.hop[kind::3] for kind in (0, 1)]
         blocked = [work.time[kind::3] for kind in (0, 1)]  # with sends, where these block
-        scale, times = _whole([*columns, *hops, *blocked])
-        memory_scale, (whole, kept) = _whole(
-            [
-                costs.of(name, placement.stages).tolist()
-                for name in ("activation", "kept_for_weight")
-            ]
-        )
+        self.scale, times = _whole([*columns, *hops, *blocked])
+        memory = [costs.of(name, stages).tolist() for name in ("activation", "kept_for_weight")]
+        self.memory_scale, (self.whole, self.kept) = _whole(memory)
         forward, inputs, weights, full, pair, forth, back, *blocked = times
         each = [
             f + max(i + w, b) for f, i, w, b in zip(forward, inputs, weights, full, strict=True)
         ]
-        stages_of: list[list[int]] = [[] for _ in range(placement.ranks)]
-        for stage, rank in enumerate(placement.rank_of):
-            stages_of[rank].append(stage)
-        forward, inputs = blocked
+        # Of all ranks, with each backward as a B or as I and W, whatever takes longer.
+        self.largest_work = Fraction(sum(each) * work.microbatches)
+        self.microbatches = work.microbatches
+        self.stages_of: list[list[int]] = [[] for _ in work.memory]
+        for stage, rank in enumerate(work.placement.rank_of):
+            self.stages_of[rank].append(stage)
+        # F, I and W take at least this long in any plan, also within a B or a pair.
+        self.forward, inputs = blocked
         if costs.overlap is not None:
-            _shorten(stages_of, forward, full, pair)
-        inputs = [min(i, b) for i, b in zip(inputs, full, strict=True)]
-        weights = [min(w, b - i) for w, b, i in zip(weights, full, inputs, strict=True)]
-        down = accumulate((f + h for f, h in zip(forward, forth, strict=True)), initial=0)
-        up = accumulate((i + h for i, h in zip(inputs, [*back[1:], 0], strict=True)), initial=0)
-        return cls(
-            microbatches=work.microbatches,
-            stages_of=stages_of,
-            scale=scale,
-            memory_scale=memory_scale,
-            forward=forward,
-            inputs=inputs,
-            weights=weights,
-            whole=whole,
-            kept=kept,
-            down=list(down),
-            up=list(up),
-            largest_work=Fraction(sum(each) * work.microbatches),
-        )
+            self.forward = [0] * stages
+            full = [min(*pair, time) for time in full]
+        self.inputs = [min(i, b) for i, b in zip(inputs, full, strict=True)]
+        self.weights = [min(w, b - i) for w, b, i in zip(weights, full, self.inputs, strict=True)]
+        # When F of each stage begins at the earliest; and from the end of its I to that of stage 0.
+        self.down = _sums(self.forward, forth)
+        self.up = _sums(self.inputs, [*back[1:], 0])
+
+
+def _sums(times: list[int], hops: list[int]) -> list[int]:
+    return list(accumulate((t + h for t, h in zip(times, hops, strict=True)), initial=0))
 
 
 _TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlap")
@@ -155,18 +119,6 @@ def _whole(columns: list[list[float]]) -> tuple[int, list[list[int]]]:
     exact = [[Fraction(number) for number in column] for column in columns]
     scale = math.lcm(*(number.denominator for column in exact for number in column))
     return scale, [[int(number * scale) for number in column] for column in exact]
-
-
-def _shorten(
-    stages_of: list[list[int]], forward: list[int], full: list[int], pair: list[int]
-) -> None:
-    """Let F and B take no more than what each of them adds to a pair, in any pair of their rank."""
-    for stages in filter(None, stages_of):
-        least = min(pair[stage] for stage in stages)
-        longest = max(full[stage] for stage in stages)
-        for stage in stages:
-            forward[stage] = min(forward[stage], max(0, least - longest))
-            full[stage] = min(full[stage], least)
 
 
 class _Rank:
@@ -265,7 +217,7 @@ class _Rank:
         """The time of all W that can be left when the rank begins its last forward."""
         room = Fraction(self.memory - min(self.whole[stage] for stage in self.stages))
         total = Fraction(0)
-        for stage in sorted(self.stages, key=self._time_by_memory, reverse=True):
+        for stage in sorted(self.stages, key=self._memory_by_time):
             kept, weights = self.kept[stage], self.weights[stage]
             count = Fraction(self.microbatches)
             if kept:
@@ -275,9 +227,9 @@ class _Rank:
         # The last forward's own, which memory holds already.
         return total + max(self.weights[stage] for stage in self.stages)
 
-    def _time_by_memory(self, stage: int) -> Fraction:
-        kept = self.kept[stage]
-        return Fraction(self.weights[stage], kept) if kept else Fraction(2) ** 4096
+    def _memory_by_time(self, stage: int) -> Fraction:
+        weights = self.weights[stage]  # those that take no time come last
+        return Fraction(self.kept[stage], weights) if weights else Fraction(2) ** 4096
 
     def _area(self) -> Fraction:
         """Memory over time that all micro-batches take together, for the memory there is."""

@@ -13,8 +13,6 @@ from taktline.plan.timeline import peak_memory
 TUNED = ("zb_h2", "v_half", "v_min")
 """The schedules that are defined by their memory, and take costs."""
 
-_ROUNDS = 4_000
-
 
 @known_keywords
 def build(
@@ -44,6 +42,6 @@ def build(
         )
     memory = float(peak_memory(plan, costs).max())
     found = optimise(
-        costs, placement=plan.placement, microbatches=microbatches, memory=memory, rounds=_ROUNDS
+        costs, placement=plan.placement, microbatches=microbatches, memory=memory, rounds=4_000
     )
     return plan.with_rows([found.rows_of(rank) for rank in range(ranks)])

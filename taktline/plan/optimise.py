@@ -61,7 +61,7 @@ def _certified(found: Bound, work: Work, costs: Costs, seconds: float) -> Bound:
         search = Search(work, costs, by, 0, seconds / 4, 200, None)
         search.run(solve=False)
         hint, by_span = search.orders[0][1], by == "span"
-        _, least = solvers.solve(work, hint, by_span, seconds=seconds / 8, seed=0, exact=True)
+        _, least = solvers.solve(work, hint, by_span, seconds=seconds / 8, seed=0)
         least *= 1 - MARGIN  # the solver counts in floats
         if least > getattr(found, by):
             busy = work.microbatches * sum(work.time) / work.placement.ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from random import Random
 from typing import TypeAlias
@@ -78,7 +79,8 @@ class Search:
             self._keep(None if plan.rows.joined.any() else from_plan(plan))
         if not self.large:
             self._patterned()
-        few = self.work.with_microbatches((2 if self.large else 3) * self.work.placement.ranks)
+        enough = (2 if self.large else 3) * self.work.placement.ranks
+        few = replace(self.work, microbatches=enough)
         if few.microbatches < self.work.microbatches:
             self._unrolled(few)
         else:
@@ -147,10 +149,9 @@ class Search:
 
     def _unrolled(self, few: Work) -> None:
         """Orders for fewer micro-batches, their middle repeated; and the rules that are good."""
-        seconds, rounds = (self.ends - time.monotonic()) / 3, min(self.rounds, _FEW_ROUNDS)
-        inner = Search(
-            few, self.costs, self.by, self.random.randrange(2**31), seconds, rounds, None
-        )
+        seconds, rounds = (self.ends - time.monotonic()) / 3, min(self.rounds, 5_000)
+        seed = self.random.randrange(2**31)
+        inner = Search(few, self.costs, self.by, seed, seconds, rounds, None)
         inner.run(solve=False)
         self.rules, more = inner.rules, self.work.microbatches - few.microbatches
         for (_, order), at_once in product(inner.orders[: 1 if self.large else _KEPT], (1, 2)):
@@ -197,7 +198,7 @@ class Search:
         if left > 0 and not self._ends(_LISTED):
             by_span, hint = self.by == "span", self.orders[0][1]
             seed = self.random.randrange(2**31)
-            order, _ = solver.solve(self.work, hint, by_span, seconds=left, seed=seed, exact=False)
+            order, _ = solver.solve(self.work, hint, by_span, seconds=left, seed=seed)
             self._keep(order)
 
 
@@ -205,7 +206,6 @@ _SLOW = ("v_half", "v_min")
 """The schedules whose plans take long to make."""
 _LARGE = 30_000
 """From so many actions on, plans are found for few micro-batches, and unrolled."""
-_FEW_ROUNDS = 5_000
 _LITTLE = 1e-6
 _KEPT = 6
 """So many of the best are kept, and improved."""

@@ -2,8 +2,7 @@
 
 Micro-batches pass each stage in turn, so memory becomes precedence: if a rank holds at most k
 activations of its one stage, F of micro-batch b comes after W of b − k. Where the stages of a rank
-share memory, or I releases a part of it, this is a reservoir, which is slower, or precedence in the
-order of the hint.
+share memory, or I releases a part of it, this is a reservoir instead, which is slower.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 from fractions import Fraction
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import Any
 
 from taktline.errors import ScheduleError
@@ -43,17 +41,14 @@ def solvable(work: Work) -> bool:
 
 
 def solve(
-    work: Work, hint: Order, by_span: bool, *, seconds: float, seed: int, exact: bool
+    work: Work, hint: Order, by_span: bool, *, seconds: float, seed: int
 ) -> tuple[Order, float]:
-    """The best order that is found and, if ``exact``, what no order is below.
-
-    If not, the forwards of a rank whose stages share memory stay in the order of the hint, and so
-    does what releases memory.
+    """The best order that is found, and what no order is below, in the unit of the costs.
 
     It works for so many seconds of its own count, so that it finds the same each time, and no
     longer than twice as many of the clock.
     """
-    model = _Model(work, hint, by_span, exact)
+    model = _Model(work, hint, by_span)
     cp: Any = import_module("ortools.sat.python.cp_model")
     solver = cp.CpSolver()
     solver.parameters.max_deterministic_time = seconds
@@ -63,13 +58,13 @@ def solve(
     status = solver.solve(model.model)
     if status not in (cp.OPTIMAL, cp.FEASIBLE):
         return hint, 0.0
-    return model.order(solver), solver.best_objective_bound / model.scale if exact else 0.0
+    return model.order(solver), solver.best_objective_bound / model.scale
 
 
 class _Model:
     """A start for each letter of each micro-batch, and what must hold between them."""
 
-    def __init__(self, work: Work, hint: Order, by_span: bool, exact: bool) -> None:
+    def __init__(self, work: Work, hint: Order, by_span: bool) -> None:
         cp: Any = import_module("ortools.sat.python.cp_model")
         ran = run(work, hint)
         assert ran is not None, "the hint runs"
@@ -94,7 +89,7 @@ class _Model:
                     self.model.add(begin >= self._end(letter, number - 1))
         for rank in range(work.placement.ranks):
             self._one_by_one(rank)
-            self._in_memory(rank, None if exact else hint[rank])
+            self._in_memory(rank)
         cost: Any = self.model.new_int_var(0, horizon, "")
         for letter, rank in enumerate(work.rank):
             begin = math.ceil(ran.first[rank] * self.scale) if by_span else 0
@@ -133,8 +128,8 @@ class _Model:
             for begin in self.starts[letter]
         )
 
-    def _in_memory(self, rank: int, word: list[int] | None) -> None:
-        """No more than the rank's memory at any time; with a word, in its order."""
+    def _in_memory(self, rank: int) -> None:
+        """No more than the rank's memory at any time."""
         work, letters, limit = self.work, self._letters(rank), self.work.memory[rank]
         whole = sum(work.takes[letter] for letter in letters)
         if not letters or math.isinf(limit) or limit >= work.microbatches * whole:
@@ -144,9 +139,6 @@ class _Model:
             for number in range(fits, work.microbatches):
                 released = self._end(letters[2], number - fits)
                 self.model.add(self.starts[letters[0]][number] >= released)
-            return
-        if word is not None:
-            self._in_order_of(word, limit * (1 + MARGIN))
             return
         times: list[Any] = []
         changes: list[int] = []
@@ -162,29 +154,6 @@ class _Model:
                     changes.append(-math.ceil(work.frees[letter] / unit))
         least = -2 * len(letters) * work.microbatches
         self.model.add_reservoir_constraint(times, changes, least, _TICKS)
-
-    def _in_order_of(self, word: list[int], limit: float) -> None:
-        """Each F begins once as much is released as it needs, in the order of a word."""
-        count, takes, frees = [0] * len(self.time), self.work.takes, self.work.frees
-        forwards: list[tuple[int, int]] = []
-        releases: list[tuple[int, int]] = []
-        for letter in word:
-            if takes[letter]:
-                forwards.append((letter, count[letter]))
-            elif frees[letter]:
-                releases.append((letter, count[letter]))
-            count[letter] += 1
-        for chain in (forwards, releases):
-            for (letter, number), follower in pairwise(chain):
-                self.model.add(self.starts[follower[0]][follower[1]] >= self._end(letter, number))
-        held, released = 0.0, 0
-        for letter, number in forwards:
-            held += takes[letter]
-            while held > limit:
-                held -= frees[releases[released][0]]
-                released += 1
-            if released:
-                self.model.add(self.starts[letter][number] >= self._end(*releases[released - 1]))
 
 
 def _scale(work: Work, makespan: float) -> float:

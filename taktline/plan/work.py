@@ -8,7 +8,7 @@ lists, and an order is judged without making an object for any action.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -84,10 +84,6 @@ class Work:
             _by_letter([none, whole - kept, kept]),
             list(memory),
         )
-
-    def with_microbatches(self, microbatches: int) -> Work:
-        """The same with another number of micro-batches."""
-        return replace(self, microbatches=microbatches)
 
     @property
     def period(self) -> float:
@@ -176,20 +172,6 @@ def run(work: Work, order: Order) -> Run | None:
         return None
     first = [begun[0] if begun else 0.0 for begun in starts]
     return Run(starts, needed, first, clock, trace)
-
-
-def peaks(work: Work, order: Order) -> list[float]:
-    """The peak memory of each rank."""
-    takes, frees = work.takes, work.frees
-    found: list[float] = []
-    for word in order:
-        held = most = 0.0
-        for letter in word:
-            held += takes[letter]
-            most = max(most, held)
-            held -= frees[letter]
-        found.append(most)
-    return found
 
 
 def to_plan(work: Work, order: Order, name: str) -> Plan:
