@@ -141,8 +141,8 @@ def random_costs(count: int) -> None:
         shape = draw.choice(("linear", "v", "looped"))
         stages = ranks if shape == "linear" else 2 * ranks
 
-        def column(of: int = stages) -> list[float]:
-            return [draw.uniform(1.0, 3.0) for _ in range(of)]
+        def column(of: int = stages) -> tuple[float, ...]:
+            return tuple(draw.uniform(1.0, 3.0) for _ in range(of))
 
         costs = tl.Costs(
             forward=column(),

@@ -190,7 +190,7 @@ def test_a_timeline_knows_its_bound() -> None:
         ({"placement": Placement.v(2)}, ScheduleError, "the placement is for 2 ranks, not 4"),
         ({"stages_per_rank": 0}, ScheduleError, "stages_per_rank must be a whole number from 1"),
         ({"costs": None}, CostError, "costs must be a Costs"),
-        ({"costs": Costs(forward=[1.0, 2.0])}, CostError, "forward is for 2 stages"),
+        ({"costs": Costs(forward=(1.0, 2.0))}, CostError, "forward is for 2 stages"),
     ],
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -194,13 +194,13 @@ def test_it_is_no_better_than_brute_force(
 @given(st.data())
 def test_it_is_no_worse_than_the_schedules_that_fit(data: st.DataObject) -> None:
     ranks, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8))
-    shape = data.draw(st.sampled_from(SHAPES))
+    shape: Any = data.draw(st.sampled_from(SHAPES))
     placement = {"linear": Placement.linear, "v": Placement.v, "looped": Placement.loop}[shape](
         ranks
     )
     costs = data.draw(any_costs(placement.stages))
     memory = data.draw(st.none() | st.integers(2, 9))
-    by = data.draw(st.sampled_from(["span", "makespan"]))
+    by: Any = data.draw(st.sampled_from(["span", "makespan"]))
     plan = optimise(
         costs,
         ranks=ranks,
@@ -268,12 +268,12 @@ def test_the_same_again() -> None:
 
 def test_messages_that_queue_and_costs_that_differ() -> None:
     costs = Costs(
-        forward=[1.0, 2.0, 1.5, 3.0],
+        forward=(1.0, 2.0, 1.5, 3.0),
         backward_input=1.5,
-        backward_weight=[1.0, 0.5, 2.0, 1.0],
+        backward_weight=(1.0, 0.5, 2.0, 1.0),
         link=Link(latency=0.25, bandwidth=4.0),
-        message_bytes=[2.0, 4.0, 1.0, 0.0],
-        activation=[1.0, 2.0, 1.0, 2.0],
+        message_bytes=(2.0, 4.0, 1.0, 0.0),
+        activation=(1.0, 2.0, 1.0, 2.0),
     )
     plan = optimise(costs, ranks=4, microbatches=8, memory=[4, 6, 4, 2], rounds=500)
     timeline = simulate(plan, costs)
@@ -331,7 +331,7 @@ class TestSolver:
 
     def test_it_is_used(self) -> None:
         pytest.importorskip("ortools")
-        costs = Costs(forward=[1.0, 2.0, 1.5], backward_weight=0.5)
+        costs = Costs(forward=(1.0, 2.0, 1.5), backward_weight=0.5)
         plan = optimise(costs, ranks=3, microbatches=6, memory=3, rounds=0, solver=True)
         assert validate(plan) == ()
 
