@@ -25,12 +25,13 @@ from taktline.plan.portfolio import fitting
 from taktline.plan.solver import installed
 from taktline.plan.work import Work
 
-_TIMES = {"forward": 18.522, "backward_input": 18.086, "backward_weight": 9.337}
+_TIMES: dict[str, Any] = {"forward": 18.522, "backward_input": 18.086, "backward_weight": 9.337}
 _LINK = tl.Link(latency=0.601)
 _PART = 32 * 2304 / (34 * 2304 + 5 * 24 * 1024)
 LINEAR = tl.Costs(**_TIMES, link=_LINK, kept_for_weight=_PART)
 WHOLE = tl.Costs(**_TIMES, link=_LINK)
-HALVES = tl.Costs(**{name: t / 2 for name, t in _TIMES.items()}, link=_LINK, activation=0.5)
+_HALF: dict[str, Any] = {name: t / 2 for name, t in _TIMES.items()}
+HALVES = tl.Costs(**_HALF, link=_LINK, activation=0.5)
 LARGER = tl.Costs(
     forward=14.859, backward_input=14.722, backward_weight=9.964, link=tl.Link(latency=0.527)
 )

@@ -90,9 +90,7 @@ def test_no_plan_is_below(
     found = bound(costs, placement=placement, microbatches=microbatches, memory=memory)
     assert found.makespan <= makespan
     assert found.span <= span
-    busy = microbatches * sum(
-        map(sum, (costs.forward, costs.backward_input, costs.backward_weight))
-    )  # type: ignore[arg-type]
+    busy = microbatches * sum(sum(numbers[name]) for name in names.values())
     assert found.bubble == pytest.approx(1 - busy / placement.ranks / found.span)
 
 
