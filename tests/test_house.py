@@ -41,7 +41,7 @@ BUDGETS = {
     "train": 3_140,
     "checkpoint": 1_918,
     "render": 849,
-    "cli": 1_595,
+    "cli": 1_600,
     "compat": 2_309,
     "split": 3_814,
     "": 1_784,

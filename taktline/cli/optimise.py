@@ -124,10 +124,15 @@ def _progress() -> Iterator[Progress]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("searching …", total=1.0)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task("searching …", total=1.0)
 
-        def update(done: float, bubble: float) -> None:
-            bar.update(task, completed=done, description=f"bubble {bubble:.2%}")
+    def update(done: float, bubble: float) -> None:
+        bar.start()  # not before the search has begun, or an error would stand below an empty bar
+        bar.update(task, completed=done, description=f"bubble {bubble:.2%}")
 
+    try:
         yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()

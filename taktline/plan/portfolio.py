@@ -92,7 +92,7 @@ class Search:
         if not self.orders and not self.plans:
             self._keep(schedule(self.work, Rules(reach=math.inf, fill=1.0)))
         self._improved()
-        if solve and solver.solvable(self.work):
+        if solve and few.placement.stages <= few.placement.ranks and solver.solvable(self.work):
             self._solved()
 
     def best(self) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -20,11 +21,11 @@ from taktline.plan import (
     Plan,
     bound,
     build,
-    optimise,
     peak_memory,
     simulate,
     validate,
 )
+from taktline.plan import optimise as optimise_with
 from taktline.plan.list_schedules import GOOD, Rules, schedule
 from taktline.plan.periodic import unrolled
 from taktline.plan.portfolio import fitting
@@ -46,6 +47,7 @@ HALVES = Costs(
     link=Link(latency=0.601),
     activation=0.5,
 )
+optimise = partial(optimise_with, solver=False)
 SHAPES = ("linear", "v", "looped")
 
 
