@@ -86,7 +86,7 @@ class Search:
         else:
             self._varied()
         for _, rules in self.rules:
-            if self.orders and self._ends(_LISTED):
+            if self.orders and (self.large or self._ends(_LISTED)):
                 break
             self._keep(schedule(self.work, rules))
         if not self.orders and not self.plans:
