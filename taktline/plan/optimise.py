@@ -101,6 +101,7 @@ def optimise(
     is the best plan so far. Otherwise the same arguments lead to the same plan. By default the
     ``solver`` is used where the extra ``taktline[solve]`` is installed.
 
+    >>> from taktline.plan import simulate
     >>> plan = optimise(Costs(), ranks=4, microbatches=8, memory=4, rounds=100)
     >>> simulate(plan).bubble("span") == bound(Costs(), ranks=4, microbatches=8, memory=4).bubble
     True

@@ -209,7 +209,6 @@ _LARGE = 30_000
 _LITTLE = 1e-6
 _KEPT = 6
 """So many of the best are kept, and improved."""
-_LISTED = 0.3
-"""The share of the search that lists orders."""
+_LISTED = 0.3  # the share of the search that lists orders
 _SOLVED = 20.0
 """The seconds of the solver, by its own count."""
