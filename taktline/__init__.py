@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from taktline.plan import Timeline as Timeline
     from taktline.plan import Violation as Violation
     from taktline.plan import balance as balance
+    from taktline.plan import bound as bound
     from taktline.plan import build as build
     from taktline.plan import lower as lower
+    from taktline.plan import optimise as optimise
     from taktline.plan import simulate as simulate
     from taktline.plan import validate as validate
     from taktline.runtime import *  # noqa: F403 -- all of its names
@@ -58,7 +60,8 @@ _NAMES = {
     "checkpoint": "checkpoint",
     "errors": "InvalidPlanError MismatchError StageError TaktlineError",
     "plan": (
-        "Action Costs Link Placement Plan Timeline Violation balance build lower simulate validate"
+        "Action Costs Link Placement Plan Timeline Violation balance bound build lower optimise "
+        "simulate validate"
     ),
     "runtime": (
         "Replicate Schedule1F1B ScheduleDualPipeV ScheduleFromPlan ScheduleGPipe "

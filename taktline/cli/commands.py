@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,6 +209,8 @@ def simulate(
             "makespan": timeline.makespan,
             "bubble": timeline.bubble(),
             "bubble_by_span": timeline.bubble("span"),
+            "least_bubble": timeline.bound and timeline.bound.bubble_of_makespan,
+            "least_bubble_by_span": timeline.bound and timeline.bound.bubble,
             "rank_spans": timeline.rank_spans.tolist(),
             "busy": timeline.busy.tolist(),
             "utilisation": timeline.utilisation.tolist(),
@@ -234,9 +237,12 @@ def _print_ranks(timeline: Timeline, screen: Console) -> None:
     microbatches = counted(plan.microbatches, "micro-batch")
     screen.print(rich_table(rows, title=f"{plan.name}: {plan.placement}, {microbatches}"))
     unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
+    least = timeline.bound
+    floors = least and (least.bubble_of_makespan, least.bubble)
+    floor = floors and "no plan at this memory is below {:.2%}, and {:.2%}\n".format(*floors)
     typer.echo(
         f"makespan {timeline.makespan:.6g}{unit}; bubble {timeline.bubble():.2%} of it, "
-        f"{timeline.bubble('span'):.2%} of the longest rank's own span\n{MEMORY}"
+        f"{timeline.bubble('span'):.2%} of the longest rank's own span\n{floor or ''}{MEMORY}"
     )
 
 
@@ -268,7 +274,16 @@ def compare(
     trained = [name for name in plans.names() if name != "forward_only"]
     timelines = times.timelines(schedules or trained, predict=predict)
     _, unit = shared_axis(timelines)  # raises if they cannot be compared
-    figures = [
+    rows = figures(timelines)
+    if json:
+        echo_json(rows)
+    else:
+        print_schedules(rows, unit, console(colour))
+
+
+def figures(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
+    """What is compared of each timeline."""
+    return [
         {
             "schedule": timeline.name,
             "ranks": timeline.plan.ranks,
@@ -276,18 +291,15 @@ def compare(
             "microbatches": timeline.plan.microbatches,
             "bubble": timeline.bubble(),
             "bubble_by_span": timeline.bubble("span"),
+            "least_bubble": timeline.bound and timeline.bound.bubble_of_makespan,
             "makespan": timeline.makespan,
             "peak_memory": float(timeline.peak_memory.max()),
         }
         for timeline in timelines
     ]
-    if json:
-        echo_json(figures)
-    else:
-        _print_schedules(figures, unit, console(colour))
 
 
-def _print_schedules(figures: list[dict[str, Any]], unit: str, screen: Console) -> None:
+def print_schedules(figures: list[dict[str, Any]], unit: str, screen: Console) -> None:
     """Print a table with a row for each; the best figure of a column stands out."""
 
     def cell(of: dict[str, Any], name: str, form: str) -> str:
@@ -298,9 +310,10 @@ def _print_schedules(figures: list[dict[str, Any]], unit: str, screen: Console) 
     rows = [
         {
             "schedule": of["schedule"],
-            "stages/rank": str(of["stages_per_rank"]),
+            "stages\n/rank": str(of["stages_per_rank"]),
             "bubble": cell(of, "bubble", ".1%"),
-            "by span": cell(of, "bubble_by_span", ".1%"),
+            "least": "" if of["least_bubble"] is None else f"{of['least_bubble']:.1%}",
+            "by\nspan": cell(of, "bubble_by_span", ".1%"),
             f"makespan/{unit}" if unit else "makespan": cell(of, "makespan", ".4g"),
             "memory": cell(of, "peak_memory", ".4g"),
         }
@@ -309,7 +322,7 @@ def _print_schedules(figures: list[dict[str, Any]], unit: str, screen: Console) 
     sizes = {(of["ranks"], of["microbatches"]) for of in figures}
     titles = [f"{counted(r, 'rank')}, {counted(m, 'micro-batch')}" for r, m in sizes]
     title = titles[0] if len(titles) == 1 else None
-    style = {"title": title, "caption": MEMORY, "caption_justify": "left"}
+    style = {"title": title, "caption": MEMORY, "caption_justify": "left", "pad_edge": False}
     screen.print(rich_table(rows, ["schedule"], **style))
 
 

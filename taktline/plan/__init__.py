@@ -2,12 +2,15 @@
 
 from taktline.plan import schedules as schedules  # which registers them
 from taktline.plan.action import Action, Kind, Overlap, parse
+from taktline.plan.bound import Bound
+from taktline.plan.build import build
 from taktline.plan.costs import Costs, Link
 from taktline.plan.io import read, read_costs, read_timeline, write, write_timeline
+from taktline.plan.optimise import bound, optimise
 from taktline.plan.partition import Partition, balance
 from taktline.plan.passes import add_comm, add_reduce, add_shard, lower, merge_backward, restrict
 from taktline.plan.plan import Level, Placement, Plan
-from taktline.plan.registry import NamedSchedule, build, each_rank, find, names, register
+from taktline.plan.registry import NamedSchedule, each_rank, find, names, register
 from taktline.plan.registry import unregister as unregister
 from taktline.plan.rows import Rows
 from taktline.plan.rules import Violation
@@ -17,6 +20,7 @@ from taktline.plan.validate import require_valid, validate
 
 __all__ = [
     "Action",
+    "Bound",
     "Costs",
     "Kind",
     "Level",
@@ -35,6 +39,7 @@ __all__ = [
     "add_reduce",
     "add_shard",
     "balance",
+    "bound",
     "build",
     "each_rank",
     "find",
@@ -42,6 +47,7 @@ __all__ = [
     "memory_curve",
     "merge_backward",
     "names",
+    "optimise",
     "parse",
     "peak_memory",
     "read",

@@ -1,4 +1,4 @@
-"""Finds a schedule by any of its usual names, and builds its plan for given numbers."""
+"""Finds a schedule by any of its usual names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TypeAlias
 
-from taktline.checks import check, check_callable, known_keywords, shown
+from taktline.checks import check, check_callable, shown
 from taktline.errors import ScheduleError
 from taktline.plan.plan import Placement, Plan
 from taktline.plan.rows import Rows
@@ -88,7 +88,7 @@ def register(
     ...     "A micro-batch begins when the last one has ended."
     ...     kinds = [Kind.F, Kind.B] * microbatches
     ...     return Rows.of(kinds, rank, [n // 2 for n in range(len(kinds))])
-    >>> build("one_by_one", ranks=3, microbatches=2)[1]
+    >>> find("one_by_one").build(3, 2)[1]
     [Action(1F0), Action(1B0), Action(1F1), Action(1B1)]
     >>> unregister("one_by_one")
     """
@@ -162,16 +162,6 @@ def find(name: str) -> NamedSchedule:
         hint = f"did you mean {_SCHEDULES[close[0]].name}? Known are" if close else "known are"
         raise ScheduleError(f"no schedule is called {shown(name)}; {hint}: {', '.join(names())}")
     return _SCHEDULES[key]
-
-
-@known_keywords
-def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Plan:
-    """The compute plan of a schedule.
-
-    >>> build("1f1b", ranks=2, microbatches=3)[0]
-    [Action(0F0), Action(0F1), Action(0B0), Action(0F2), Action(0B1), Action(0B2)]
-    """
-    return find(name).build(ranks, microbatches, stages_per_rank)
 
 
 def _key(name: str) -> str:

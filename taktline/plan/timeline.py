@@ -16,6 +16,7 @@ import numpy as np
 from taktline.checks import check, check_list, check_one_of, known_keywords, refuse
 from taktline.errors import CostError, PlanError
 from taktline.plan.action import Action, Kind
+from taktline.plan.bound import Bound, lower_bound
 from taktline.plan.costs import Costs
 from taktline.plan.deps import channels, needs
 from taktline.plan.passes import add_comm
@@ -23,6 +24,7 @@ from taktline.plan.plan import Drawable, Plan, render
 from taktline.plan.rows import FloatArray, IntArray, as_numbers, known_medians
 from taktline.plan.validate import require_valid
 from taktline.plan.walk import walk
+from taktline.plan.work import Work
 from taktline.text import counted
 
 By: TypeAlias = Literal["makespan", "span"]
@@ -169,6 +171,30 @@ class Timeline(Drawable):
     def idle(self, by: By = "makespan") -> float:
         """The time of that cost in which an average rank is idle."""
         return self.cost(by) - float(self.busy.mean())
+
+    @cached_property
+    def bound(self) -> Bound | None:
+        """What no plan can beat at these costs and this peak memory, on the same ranks.
+
+        It is None for plans without backwards, and for measured timelines.
+        """
+        if self.measured or not self.plan.has(Kind.B, Kind.I, Kind.W):
+            return None
+        memory = [float(self.peak_memory.max())] * self.plan.ranks
+        work = Work.of(self.costs, self.plan.placement, self.plan.microbatches, memory)
+        return lower_bound(work, self.costs)
+
+    @property
+    def verdict(self) -> str:
+        """The bubble of the makespan, and that of the bound.
+
+        >>> from taktline.plan import build, simulate
+        >>> simulate(build("1f1b", ranks=4, microbatches=8)).verdict
+        'bubble 27.3%; no plan at this memory is below 11.1%'
+        """
+        least = "" if self.bound is None else f"{self.bound.bubble_of_makespan:.1%}"
+        text = f"bubble {self.bubble():.1%}"
+        return f"{text}; no plan at this memory is below {least}" if least else text
 
     def durations(self, *kinds: Kind) -> FloatArray:
         """How long each stage took for each micro-batch, actions of several kinds together.

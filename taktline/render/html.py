@@ -50,7 +50,7 @@ def to_html(timelines: Sequence[Timeline]) -> str:
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
     plan = timeline.plan
-    peak = timeline.peak_memory
+    peak, least = timeline.peak_memory, timeline.bound
     colours = list(shades(plan.placement).values())
     return {
         "name": timeline.name,
@@ -62,6 +62,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "light_ink": [[int(is_dark(colour)) for colour in row] for row in colours],
         "makespan": _number(timeline.makespan),
         "bubble": [_number(timeline.bubble()), _number(timeline.bubble("span"))],
+        "least": least and [_number(least.bubble_of_makespan), _number(least.bubble)],
         "peak": _numbers(peak),
         **_columns(timeline),
     }

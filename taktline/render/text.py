@@ -95,7 +95,7 @@ def chart(timelines: Sequence[Timeline], width: int | None = None, *, colour: bo
 
     >>> from taktline.plan import build, simulate
     >>> print(chart([simulate(build("1f1b", ranks=2, microbatches=2))], width=60))
-    1f1b: makespan 9, bubble 33.3%, peak memory 2
+    1f1b: makespan 9, bubble 33.3% (no plan below 14.3%), peak memory 2
     rank 0 │ 0F0── 0F1─ ···········0B0─────── ······0B1───────
     rank 1 │ ······1F0─ 1B0─────── 1F1── 1B1─────── ···········
              0          2          4          6          8
@@ -108,11 +108,12 @@ def chart(timelines: Sequence[Timeline], width: int | None = None, *, colour: bo
     columns = max(8, _width(width) - label - 1)
     parts: list[str] = []
     for timeline in timelines:
-        plan = timeline.plan
+        plan, bound = timeline.plan, timeline.bound
+        least = f" (no plan below {bound.bubble_of_makespan:.1%})" if bound else ""
         parts += [""] * bool(parts)
         parts.append(
             f"{timeline.name}: makespan {f'{timeline.makespan:.5g} {unit}'.strip()}, "
-            f"bubble {timeline.bubble():.1%}, "
+            f"bubble {timeline.bubble():.1%}{least}, "
             f"peak memory {timeline.peak_memory.max():.4g}"
         )
         ranks = range(min(plan.ranks, _MOST_RANKS))

@@ -230,8 +230,8 @@ class StageTable:
             basis = "from counted operations"
             memory = "sends, keeps: per micro-batch; peak: activations of a rank"
             memory += "; all before prepare=" * self.prepared
-        bubble = f"predicted bubble: {self.predicted().bubble():.1%}"
-        return f"{table(lines, left=['layers'])}\n{bubble} ({basis}); {memory}"
+        verdict = self.predicted().verdict
+        return f"{table(lines, left=['layers'])}\npredicted {verdict} ({basis}); {memory}"
 
 
 def _layers(names: Iterable[str]) -> str:

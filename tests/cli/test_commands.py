@@ -23,6 +23,7 @@ from taktline.plan import (
     build,
     names,
     read,
+    read_costs,
     simulate,
     write,
     write_timeline,
@@ -70,6 +71,9 @@ BAD_INPUT = [
     ("compare 1f1b 2f2b", "no schedule is called '2f2b'"),
     ("compare 1f1b -s 2", "1f1b runs 1 stage per rank, not 2"),
     ("compare --nonsense", "No such option"),
+    ("optimise --seconds 0", "seconds must be more than 0"),
+    ("optimise --memory 0.5", "no plan fits into memory 0.5 on rank 0"),
+    ("optimise --placement w", "Invalid value for '--placement'"),
     ("balance 1,x --stages 1", "expected numbers with commas between them"),
     ("balance 1,1 --stages 3", "from 1 to 2, not 3"),
     ("doctor --backend x", "--backend must be gloo or nccl"),
@@ -145,6 +149,28 @@ class TestSimulate:
         assert "makespan 12 ms;" in ok("simulate", "plan.json")
         replaced = ok("simulate", "plan.json", "--weight", "2", "--json")
         assert json.loads(replaced)["makespan"] == 5 + 1 + 2
+
+
+class TestOptimise:
+    SIZE = ("-r", "3", "-m", "6", "--memory", "4", "--comm", "0.25", "--seconds", "5")
+
+    def test_the_plan_is_written_and_compared(self, folder: Path) -> None:
+        out = ok("optimise", *self.SIZE, "--weight", "0.5", "-o", "plan.json")
+        assert re.search(r"│\s*zb_h1 ", out)
+        assert "no plan in this memory is below" in out
+        plan, costs = read("plan.json"), read_costs("plan.json")
+        assert costs == Costs(backward_weight=0.5, link=Link(latency=0.25))
+        timeline = simulate(plan, costs)
+        assert f"optimised: bubble {timeline.bubble('span'):.2%} of" in out
+        assert timeline.peak_memory.max() <= 4
+
+    def test_json_from_a_timeline(self, folder: Path) -> None:
+        costs = Costs(forward=2.0, backward_input=1.5)
+        write_timeline(simulate(build("zb_h1", ranks=3, microbatches=6), costs), "a.json")
+        data = json.loads(ok("optimise", *self.SIZE, "--costs", "a.json", "--makespan", "--json"))
+        *named, found = data["plans"]
+        assert found["makespan"] <= min(each["makespan"] for each in named)
+        assert data["bound"]["makespan"] <= found["makespan"] + 1e-9
 
 
 class TestShow:

@@ -185,3 +185,109 @@ def _sources(stage: int, kind: str, number: int | None) -> list[Leaf]:
     if kind in "BI":
         return [(stage + 1, "B", number), (stage + 1, "I", number)]
     return []
+
+
+State = tuple[tuple[int, ...], ...]
+
+
+def least_times(
+    rank_of: Sequence[int],
+    microbatches: int,
+    duration: Mapping[str, Sequence[float]],
+    latency: float,
+    activation: Sequence[float],
+    kept: Sequence[float],
+    memory: Sequence[float],
+) -> tuple[float, float]:
+    """The least makespan and the least longest span of a rank, over all plans with F, I and W.
+
+    Micro-batches are alike, so they pass each stage in turn. What was done so far is how many F, I
+    and W of each stage; of the ways to it, only those count that no other beats in every clock of a
+    rank and in every time at which a result was there.
+    """
+    stages, ranks = len(rank_of), len(memory)
+    begins = [
+        sum(
+            duration["F"][s] + latency * (rank_of[s] != rank_of[s + 1])
+            for s in range(rank_of.index(rank))
+        )
+        for rank in range(ranks)
+    ]
+    # (counts of F, I, W by stage) → [(clock of each rank, ends of F and of I of each stage)]
+    fronts: dict[State, list[tuple[float, ...]]] = {((0, 0, 0),) * stages: [(0.0,) * ranks]}
+    ends_of: dict[State, list[dict[Leaf, float]]] = {((0, 0, 0),) * stages: [{}]}
+    for _ in range(3 * stages * microbatches):
+        following: dict[State, list[tuple[tuple[float, ...], dict[Leaf, float]]]] = {}
+        for state, clocks_of in fronts.items():
+            for clocks, ends in zip(clocks_of, ends_of[state], strict=True):
+                for stage in range(stages):
+                    for kind, name in enumerate("FIW"):
+                        moved = _moved(
+                            state, stage, kind, rank_of, microbatches, activation, kept, memory
+                        )
+                        if moved is None:
+                            continue
+                        number, rank = state[stage][kind], rank_of[stage]
+                        source = (stage + (-1, 1, 0)[kind], name, number)
+                        there = 0.0
+                        if name != "W" and 0 <= source[0] < stages:
+                            if source not in ends:
+                                continue
+                            there = ends[source] + latency * (rank_of[source[0]] != rank)
+                        end = max(clocks[rank], there) + duration[name][stage]
+                        new = tuple(end if r == rank else c for r, c in enumerate(clocks))
+                        known = {leaf: at for leaf, at in ends.items() if leaf != source}
+                        beyond = stage + (1, -1, 0)[kind]
+                        if name != "W" and 0 <= beyond < stages:
+                            known[stage, name, number] = end
+                        following.setdefault(moved, []).append((new, known))
+        fronts, ends_of = {}, {}
+        for state, ways in following.items():
+            best = _unbeaten(ways)
+            fronts[state] = [clocks for clocks, _ in best]
+            ends_of[state] = [ends for _, ends in best]
+    ((_, finals),) = fronts.items()
+    return (
+        min(max(clocks) for clocks in finals),
+        min(max(c - b for c, b in zip(clocks, begins, strict=True)) for clocks in finals),
+    )
+
+
+def _moved(
+    state: State,
+    stage: int,
+    kind: int,
+    rank_of: Sequence[int],
+    microbatches: int,
+    activation: Sequence[float],
+    kept: Sequence[float],
+    memory: Sequence[float],
+) -> State | None:
+    """The state after one more action of a kind, if order and memory allow it."""
+    counts = list(state[stage])
+    counts[kind] += 1
+    if counts[kind] > (microbatches, counts[0], counts[1])[kind]:
+        return None
+    moved = (*state[:stage], tuple(counts), *state[stage + 1 :])
+    held = sum(
+        (f - i) * activation[s] + (i - w) * kept[s]
+        for s, (f, i, w) in enumerate(moved)
+        if rank_of[s] == rank_of[stage]
+    )
+    return moved if held <= memory[rank_of[stage]] else None
+
+
+def _unbeaten(
+    ways: list[tuple[tuple[float, ...], dict[Leaf, float]]],
+) -> list[tuple[tuple[float, ...], dict[Leaf, float]]]:
+    keys = sorted(
+        {(*clocks, *(at for _, at in sorted(ends.items()))): None for clocks, ends in ways}
+    )
+    by_key = {
+        (*clocks, *(at for _, at in sorted(ends.items()))): (clocks, ends) for clocks, ends in ways
+    }
+    kept: list[tuple[float, ...]] = []
+    for key in keys:
+        if not any(all(a <= b for a, b in zip(one, key, strict=True)) for one in kept):
+            kept.append(key)
+    return [by_key[key] for key in kept]

@@ -212,10 +212,13 @@ def test_what_it_prints() -> None:
     assert lines[1].split() == ["rank", "stage", "layers", "parameters", "sends", "keeps", "peak"]
     assert lines[2].split()[:6] == ["0", "0", "embed,", "blocks.0–1", "696", "320"]
     assert lines[3].split()[:5] == ["1", "1", "blocks.2–3,", "head", "696"]
-    assert lines[4].startswith("predicted bubble: 2")
+    assert lines[4].startswith("predicted bubble 2")
     lines = str(pipeline(example=None)).splitlines()
     assert lines[1].split() == ["rank", "stage", "layers", "parameters", "peak"]
-    assert lines[4] == "predicted bubble: 20.0% (all stages alike); peak: activations in flight"
+    assert lines[4] == (
+        "predicted bubble 20.0%; no plan at this memory is below 7.7% (all stages alike); "
+        "peak: activations in flight"
+    )
 
 
 def test_a_model_without_values() -> None:

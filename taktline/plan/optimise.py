@@ -1,0 +1,179 @@
+"""The best plan for given costs, and what no plan can beat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from taktline.checks import check, check_callable, check_one_of, known_keywords, refuse
+from taktline.errors import CostError, PlanError, ScheduleError
+from taktline.plan import solver as solvers
+from taktline.plan.bound import Bound, lower_bound
+from taktline.plan.costs import Costs
+from taktline.plan.plan import Placement, Plan
+from taktline.plan.portfolio import Progress, Search
+from taktline.plan.rows import as_numbers
+from taktline.plan.timeline import By
+from taktline.plan.work import MARGIN, Work
+from taktline.text import counted
+
+Shape: TypeAlias = Literal["linear", "v", "looped"]
+Memory: TypeAlias = float | Sequence[float]
+
+
+@known_keywords
+def bound(
+    costs: Costs,
+    *,
+    ranks: int | None = None,
+    microbatches: int,
+    memory: Memory | None = None,
+    placement: Placement | Shape = "linear",
+    stages_per_rank: int = 2,
+    seconds: float | None = None,
+) -> Bound:
+    """What no plan can beat with these costs, in this memory.
+
+    The arguments are those of :func:`optimise`. With ``seconds``, the solver tries for as long to
+    prove more; it needs the extra ``taktline[solve]``.
+
+    >>> bound(Costs(), ranks=4, microbatches=8).bubble_of_makespan
+    0.1111111111111111
+    """
+    work = _work(costs, ranks, microbatches, memory, placement, stages_per_rank)
+    found = lower_bound(work, costs)
+    if seconds is None:
+        return found
+    seconds = _seconds(seconds)
+    solvers.require()
+    if costs.backward is not None or costs.overlap is not None or not solvers.solvable(work):
+        return found  # what the solver knows does not hold for all plans, or is too little
+    return _certified(found, work, costs, seconds)
+
+
+def _certified(found: Bound, work: Work, costs: Costs, seconds: float) -> Bound:
+    """The bound, or that of the solver where it is higher."""
+    for by in get_args(By):
+        search = Search(work, costs, by, 0, seconds / 4, 200, None)
+        search.run(solve=False)
+        hint, by_span = search.orders[0][1], by == "span"
+        _, least = solvers.solve(work, hint, by_span, seconds=seconds / 8, seed=0)
+        least *= 1 - MARGIN  # the solver counts in floats
+        if least > getattr(found, by):
+            busy = work.microbatches * sum(work.time) / work.placement.ranks
+            name = "bubble" if by_span else "bubble_of_makespan"
+            found = replace(found, **{by: least, name: 1 - busy / least})
+            found = replace(found, proven="the solver") if by_span else found
+    return found
+
+
+def _seconds(seconds: float) -> float:
+    seconds = check("seconds", seconds, float, error=ScheduleError)
+    return seconds if seconds > 0 else refuse("seconds", "more than 0", seconds, ScheduleError)
+
+
+@known_keywords
+def optimise(
+    costs: Costs,
+    *,
+    ranks: int | None = None,
+    microbatches: int,
+    memory: Memory | None = None,
+    placement: Placement | Shape = "linear",
+    stages_per_rank: int = 2,
+    seconds: float = 60.0,
+    rounds: int | None = None,
+    by: By = "span",
+    seed: int = 0,
+    solver: bool | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The best plan that is found for these costs, in this memory.
+
+    ``memory`` is in the unit of ``costs.activation``: one number for all ranks, or one for each. A
+    ``placement`` by name has one stage per rank if it is linear, and ``stages_per_rank`` otherwise.
+    ``by`` is what is made short: the longest own span of a rank, or the makespan. The search has a
+    number of ``rounds``, which ``seconds`` may only cut short: then, and after Ctrl-C, the result
+    is the best plan so far. Otherwise the same arguments lead to the same plan. By default the
+    ``solver`` is used where the extra ``taktline[solve]`` is installed.
+
+    >>> from taktline.plan import simulate
+    >>> plan = optimise(Costs(), ranks=4, microbatches=8, memory=4, rounds=100)
+    >>> simulate(plan).bubble("span") == bound(Costs(), ranks=4, microbatches=8, memory=4).bubble
+    True
+    """
+    work = _work(costs, ranks, microbatches, memory, placement, stages_per_rank)
+    seconds = _seconds(seconds)
+    rounds = None if rounds is None else check("rounds", rounds, int, least=0)
+    check_one_of("by", by, get_args(By), error=PlanError)
+    check("seed", seed, int)
+    if progress is not None:
+        check_callable("progress", progress)
+    if solver:
+        solvers.require()
+    search = Search(work, costs, by, seed, seconds, rounds, progress)
+    try:
+        search.run(solve=solvers.installed() if solver is None else bool(solver))
+    except KeyboardInterrupt:
+        if not search.plans and not search.orders:
+            raise
+    return search.best()
+
+
+def _work(
+    costs: Costs,
+    ranks: int | None,
+    microbatches: int,
+    memory: Memory | None,
+    placement: Placement | Shape,
+    stages_per_rank: int,
+) -> Work:
+    """The work that arguments describe, or an error that says what is wrong with them."""
+    check("costs", costs, Costs, error=CostError)
+    placement = _placement(ranks, placement, stages_per_rank)
+    microbatches = check("microbatches", microbatches, int, least=1, error=ScheduleError)
+    least = np.bincount(
+        placement.rank_of, costs.of("activation", placement.stages), placement.ranks
+    )
+    if memory is None:
+        return Work.of(costs, placement, microbatches, [math.inf] * placement.ranks)
+    limits = as_numbers(memory)
+    if limits is None or limits.ndim > 1 or (limits < 0).any():
+        refuse("memory", "a number from 0 up, or one for each rank", memory, ScheduleError)
+    if limits.ndim and len(limits) != placement.ranks:
+        raise ScheduleError(
+            f"memory is for {counted(len(limits), 'rank')}, but there are {placement.ranks}; pass "
+            "one number for all, or one for each"
+        )
+    limits = np.broadcast_to(limits, placement.ranks).astype(float)
+    short = np.flatnonzero(limits * (1 + MARGIN) < least)
+    if len(short):
+        rank = int(short[0])
+        raise ScheduleError(
+            f"no plan fits into memory {limits[rank]:g} on rank {rank}: one micro-batch in its "
+            f"{counted(len(placement.stages_of(rank)), 'stage')} needs {least[rank]:g}; pass at "
+            "least this, or cut the model into more ranks"
+        )
+    return Work.of(costs, placement, microbatches, limits.tolist())
+
+
+def _placement(ranks: int | None, placement: Placement | Shape, stages_per_rank: int) -> Placement:
+    if isinstance(placement, Placement):
+        if ranks not in (None, placement.ranks):
+            raise ScheduleError(
+                f"the placement is for {counted(placement.ranks, 'rank')}, not {ranks}; leave out "
+                "ranks"
+            )
+        return placement
+    check_one_of("placement", placement, get_args(Shape), error=ScheduleError)
+    if ranks is None:
+        raise ScheduleError("pass ranks, or a Placement as placement")
+    ranks = check("ranks", ranks, int, least=1, error=ScheduleError)
+    each = check("stages_per_rank", stages_per_rank, int, least=1, error=ScheduleError)
+    if placement == "linear":
+        return Placement.linear(ranks)
+    return (Placement.v if placement == "v" else Placement.loop)(ranks, each)
