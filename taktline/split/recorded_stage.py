@@ -366,9 +366,11 @@ class CutModel:
 
     def _require_at_home(self, known: list[StageProgram]) -> None:
         """Raise if a stage uses a unit or a parameter of another stage."""
+        names_of = {state.name: state.names for state in known[0].record.states}
         for stage, program in enumerate(known):
             for name in program.uses:
-                homes = self._homes_of(name) or {stage}
+                homes = {at for n in names_of.get(name, (name,)) for at in self._homes_of(n)}
+                homes = homes or {stage}
                 if stage not in homes:
                     does = "calls" if name in program.plan.units else "uses the parameter"
                     advice = "pass example=, the arguments of the model"

@@ -36,9 +36,14 @@ NASTY = "</script><script>document.title='broken'</script><!-- \"'& {{data}}"
 
 
 def one(
-    name: str, costs: Costs | None = None, ranks: int = 4, microbatches: int = 8, **numbers: int
+    name: str,
+    costs: Costs | None = None,
+    ranks: int = 4,
+    microbatches: int = 8,
+    stages_per_rank: int | None = None,
 ) -> Timeline:
-    return simulate(build(name, ranks=ranks, microbatches=microbatches, **numbers), costs)
+    numbers = {"ranks": ranks, "microbatches": microbatches}
+    return simulate(build(name, **numbers, stages_per_rank=stages_per_rank), costs)
 
 
 def data_of(page: str) -> dict[str, Any]:
