@@ -326,8 +326,8 @@ class _Named(Schedule):
                 f"{cls.__name__}: {num_stages} stages do not divide evenly among {ranks} ranks; "
                 f"cut the model into a multiple of {ranks}"
             )
-        sizes = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": per_rank}
-        return build(cls._plan_name, **sizes)
+        name, each = cls._plan_name, per_rank
+        return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=each)
 
 
 class _Single(_Named):

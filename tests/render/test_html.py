@@ -42,8 +42,8 @@ def one(
     microbatches: int = 8,
     stages_per_rank: int | None = None,
 ) -> Timeline:
-    numbers = {"ranks": ranks, "microbatches": microbatches}
-    return simulate(build(name, **numbers, stages_per_rank=stages_per_rank), costs)
+    plan = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    return simulate(plan, costs)
 
 
 def data_of(page: str) -> dict[str, Any]:
