@@ -139,7 +139,7 @@ def test_without_an_example_the_order_is_that_of_definition() -> None:
     model.norm = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
     pieces = tl.split.by_names(model, ["layers.2"])
     with pytest.raises(
-        PartitionError, match=r"uses the parameter 'bias' in stage 1, but it is in stage 0; call"
+        PartitionError, match=r"uses the parameter 'bias' in stage 1, but it is in stage 0; pass"
     ):
         pieces(X)
 
