@@ -796,7 +796,7 @@ def test_a_parameter_inside_of_a_submodule_without_an_example() -> None:
         pieces(X)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_torch_script() -> None:
     model = Net(lambda self, x: self.run(x), lambda: cast(nn.Module, torch.jit.script(nn.ReLU())))
     with pytest.raises(PartitionError, match=r"'blocks\.0' is a module of TorchScript"):
