@@ -25,8 +25,8 @@ def build(
 ) -> Plan:
     """The compute plan of a schedule.
 
-    With costs, V-Half, V-Min and ZB-H2 are the best plan found for them, in the same memory on each
-    rank as without.
+    With costs, V-Half, V-Min and ZB-H2 are the best plan found for them. Each rank then has as much
+    memory as any rank needs without.
 
     >>> build("1f1b", ranks=2, microbatches=3)[0]
     [Action(0F0), Action(0F1), Action(0B0), Action(0F2), Action(0B1), Action(0B2)]

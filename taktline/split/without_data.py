@@ -139,8 +139,8 @@ def require_python(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise PartitionError(
-                f"{name or 'the model'!r} is a module of TorchScript, which cannot be recorded; "
-                "use the module that it was made from, or pass a list of stages"
+                f"{repr(name) if name else 'the model'} is a module of TorchScript, which cannot "
+                "be recorded; use the module that it was made from, or pass a list of stages"
             )
 
 
@@ -359,7 +359,8 @@ class Fakes:
             before = [(each, each._version) for each in given if not each.is_inference()]
             output = func(*args, **kwargs)
             return output, {self.memory(t) for t, version in before if t._version != version}
-        func, args = self._without_masks(func, args, number)
+        if not kwargs:
+            func, args = self._without_masks(func, args, number)
         with self.mode, _Watch(self, number=number) as watch:
             output = func(*args, **kwargs)
         self._written |= watch.writes
@@ -482,7 +483,8 @@ class _Watch(_DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_query = getattr(func, "namespace", "") == "prim"  # an error in C++'s ends the process
+        # C++ asks for a device where no error may be raised: that would end the process.
+        is_query = getattr(func, "namespace", "") == "prim"
         if self._uses is not None and not is_query:
             for tensor in _tensors_of(args):
                 self._uses(tensor)

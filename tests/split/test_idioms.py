@@ -719,6 +719,11 @@ def seeds_between(self: Any, x: Tensor) -> Tensor:
     return self.blocks[2](x)
 
 
+def a_mask_by_keyword(self: Any, x: Tensor) -> Tensor:
+    mask = x < 0
+    return self.run(self.embed(x)) + self.embed(x).masked_select(mask=mask).sum()
+
+
 def gradient_of_blocks(self: Any, x: Tensor) -> Tensor:
     begin = self.embed(x)
     x = self.blocks[1](self.blocks[0](begin)) + begin
@@ -745,6 +750,7 @@ def in_vmap(self: Any, x: Tensor) -> Tensor:
             HERE + r".* needs the data of a value that submodules",
         ),
         (sizes_of_activations, HERE + r": bincount needs the data of a value"),
+        (a_mask_by_keyword, HERE + r": masked_select needs the data of a value"),
         (reads_sizes_of_activations, HERE + r": __getitem__ needs the data of a value"),
         (counts, r"changes its attribute 'count' in each call"),
         (numpy_number, HERE + r" does something else in each call"),
