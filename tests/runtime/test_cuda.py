@@ -55,14 +55,16 @@ def test_local_ranks_on_one_gpu(schedule: str, model: str, strict: bool) -> None
     check_case(run_case_locally(case), case)
 
 
-NAMES = ("several", "nested", "dataclass", "layouts", "low precision", "twice", "dropped")
+NAMES = ("several", "nested", "layouts", "low precision", "twice", "dropped")
 NAMES += ("unet", "skip, checkpointed", "far skip", "loss", "loss, checkpointed")
+SCENARIOS = {name: FEATURES[name] for name in NAMES}
+"""Looked up here, so that a name that has gone is noticed without a GPU, too."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_values_on_one_gpu(schedule: str, name: str) -> None:
-    scenario, plan = FEATURES[name], plan_for(schedule, 2)
+    scenario, plan = SCENARIOS[name], plan_for(schedule, 2)
     device, dynamic = torch.device("cuda"), name == "dropped"
     found = run_local(scenario, plan, device=device, dynamic_shapes=dynamic)
     assert_same(found, run_plain(scenario, plan, device), exact=False)
