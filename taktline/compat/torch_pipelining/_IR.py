@@ -133,9 +133,7 @@ def pipeline(
 class FlatStage(RecordedStage):
     """A stage whose neighbours are sent tensors alone.
 
-    tuple[Any, ...]:
-        stage: has the modules and tensors.
-        example: the arguments of the model with which it was recorded.
+    ``example`` has the arguments of the model with which it was recorded.
     """
 
     def __init__(self, stage: Any, example: BoundArguments) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from taktline.compat.torch_pipelining import of_torch, schedules
-from taktline.plan import Costs, Plan, simulate
+from taktline.compat.torch_pipelining import of_torch
+from taktline.plan import Plan, simulate
 
 _torchs = of_torch("_schedule_visualizer")
 
@@ -27,16 +27,7 @@ def visualize_schedule(schedule: Sequence[Sequence[Any]], filename: str | None =
     custom: ...
     """
     rows = [[str(a) for a in row if a is not None and a.is_compute_op] for row in schedule]
-    drawn = _torchs.action_type_to_color_mapping
-    units = {kind: float(drawn[kind].width) for kind in drawn}
-    costs = Costs(
-        forward=units[schedules.F],
-        backward_input=units[schedules.I],
-        backward_weight=units[schedules.W],
-        backward=units[schedules.B],
-        overlap=units[schedules.OVERLAP_F_B],
-    )
-    timeline = simulate(Plan.from_actions(rows), costs)
+    timeline = simulate(Plan.from_actions(rows))  # by usual costs, which are torch's widths
     if filename is None:
         print(timeline.to_text())
     elif filename.endswith((".svg", ".html")):
