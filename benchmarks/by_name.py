@@ -3,9 +3,8 @@
     python benchmarks/by_name.py                  about ten seconds
 
 A stage in the middle of a model, with so many layers before it and so many of its own, tiny ones.
-The models differ in what their forward does: an ``nn.Sequential`` is sliced, a plain forward is
-left out in calls like one before, and one that calls functions of its own runs, with placeholders
-for what other stages have. Both take turns; medians of the rounds.
+The models differ in what their forward does: nothing of its own, or something before its layers.
+Both take turns; medians of the rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Loop(nn.Module):
         self.embed = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
         self.norm = nn.LayerNorm(WIDTH)
-        self.limit = 1000
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -51,33 +49,6 @@ class Positions(Loop):
         x = self.embed(x) + torch.arange(x.shape[-1], device=x.device)
         for layer in self.layers:
             x = layer(x)
-        return self.norm(x)
-
-
-class Function(Loop):
-    """Calls a function, which may do anything."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = same(layer(x))
-        return self.norm(x)
-
-
-def same(x: Tensor) -> Tensor:
-    """What it is given."""
-    return x
-
-
-class Condition(Loop):
-    """Decides by shapes what to do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-            if x.shape[0] > self.limit:
-                x = x * 2
         return self.norm(x)
 
 
@@ -126,8 +97,6 @@ if __name__ == "__main__":
         ("nn.Sequential", sequential),
         ("a loop", Loop),
         ("positions, a loop", Positions),
-        ("a condition", Condition),
-        ("a function", Function),
     ):
         for before, own in SIZES:
             layers, stage = measure(make, before, own, options.rounds)

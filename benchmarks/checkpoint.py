@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from _peers import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -63,11 +63,8 @@ def peak() -> int:
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
+def measure(rank: int, _: int, options: argparse.Namespace, folder: str) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     pipe, optimizer = make(options.width, options.layers)
     x = torch.ones(options.rows, options.width)
 
@@ -113,7 +110,6 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
         size = sum(file.stat().st_size for file in ours.rglob("*.safetensors"))
         show({name: found[1:] for name, found in times.items()}, size)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def show(found: dict[str, list[tuple[float, int]]], size: int) -> None:
@@ -149,4 +145,4 @@ if __name__ == "__main__":
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with TemporaryDirectory(dir=given.folder) as room:
-        mp.spawn(measure, (given, room), nprocs=RANKS)  # pyright: ignore
+        run_ranks(measure, RANKS, given, room)
