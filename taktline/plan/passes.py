@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from taktline.checks import check, known_keywords
+from taktline.checks import check, check_list, known_keywords
 from taktline.errors import PlanError
 from taktline.plan.action import Kind
 from taktline.plan.deps import channels
@@ -93,8 +93,8 @@ def add_shard(plan: Plan, keep_ready: int = 3, ahead: Sequence[int] | None = Non
         raise PlanError(
             f"add_shard needs a COMPUTE plan, this one is {plan.level.name}; apply it once, first"
         )
-    if ahead is None:
-        ahead = [keep_ready] * plan.ranks
+    given = [keep_ready] * plan.ranks if ahead is None else ahead
+    ahead = check_list("ahead", given, int, error=PlanError)
     if len(ahead) != plan.ranks:
         raise PlanError(f"ahead has {len(ahead)} numbers, but the plan has {plan.ranks} ranks")
     for rank, number in enumerate(ahead):

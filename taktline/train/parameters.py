@@ -119,8 +119,8 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
     The norms of single gradients are combined in the order of the model, as torch does for the
     plain model. Then not even the last bit depends on how the model was cut.
     """
-    is_largest = isinstance(norm_type, float) and norm_type == math.inf
-    if not is_largest and not check("norm_type", norm_type, float, least=0):
+    norm_type = _number_or_infinity("norm_type", norm_type)
+    if not norm_type:
         refuse("norm_type", "more than 0", norm_type)
     device = built.ranks.device
     with built.everywhere("grad_norm()"):
@@ -137,6 +137,11 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
     in_order = [found[place] for place in sorted(found)] or [0.0]  # torch refuses none
     numbers = torch.tensor(in_order, dtype=dtype, device="cpu")
     return torch.linalg.vector_norm(numbers, norm_type).to(device)
+
+
+def _number_or_infinity(name: str, value: Any) -> float:
+    infinite = isinstance(value, float) and value == math.inf
+    return value if infinite else check(name, value, float, least=0)
 
 
 def _own_norms(built: Built, norm_type: float) -> dict[int, torch.Tensor]:
@@ -172,8 +177,7 @@ def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[t
 
 def clip(built: Built, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
     """Scale gradients down, so that their norm is at most ``max_norm``; returns what it was."""
-    if max_norm != math.inf:
-        check("max_norm", max_norm, float, least=0)
+    max_norm = _number_or_infinity("max_norm", max_norm)
     check("error_if_nonfinite", error_if_nonfinite, bool)
     found = norm(built, norm_type)
     if error_if_nonfinite and not math.isfinite(found):

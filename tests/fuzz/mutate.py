@@ -72,7 +72,7 @@ def spoil_json(random: Random, value: Any) -> str:
     """Change some of a JSON value's parts, and write it as text."""
     value = deepcopy(value)
     for _ in range(random.choice([1, 1, 2, 4])):
-        place, key = _a_place(random, value)
+        place, key = a_place(random, value)
         if place is None:
             value = a_value(random)
         elif isinstance(place, list) and random.random() < 0.3:
@@ -87,10 +87,10 @@ def spoil_json(random: Random, value: Any) -> str:
     return text
 
 
-def _a_place(random: Random, value: Any) -> tuple[Any, Any]:
-    """Some list or dict within a value, and a key of it."""
+def a_place(random: Random, value: Any, deeper: float = 0.7) -> tuple[Any, Any]:
+    """Some list or dict within a value, and a key of it; None if there is none."""
     place, key = None, None
-    while isinstance(value, (list, dict)) and value and (place is None or random.random() < 0.7):
+    while isinstance(value, (list, dict)) and value and (place is None or random.random() < deeper):
         place = value
         key = random.choice(list(value) if isinstance(value, dict) else range(len(value)))
         value = place[key]

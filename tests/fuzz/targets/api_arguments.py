@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, signature
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch._dynamo  # which takes seconds, that are no input's
 from torch import nn
 
 import taktline as tl
@@ -40,250 +42,137 @@ def pipe() -> tl.Pipeline:
     return tl.Pipeline([nn.Linear(2, 2)], schedule="gpipe", microbatches=2, loss_fn=LOSS)
 
 
-RUNNING: dict[str, Any] = {
-    "args_chunk_spec": (SPEC,),
-    "kwargs_chunk_spec": {},
-    "output_merge_spec": None,
-    "scale_grads": True,
-    "seed": None,
-    "dynamic_shapes": False,
-}
-# What to call, and arguments that it takes; functions of no argument make those that change.
-CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "Action": (tl.Action, {"stage": 1, "kind": tp.Kind.F, "microbatch": 1}),
-    "Overlap": (tp.Overlap, {"forward": tp.parse("0F0"), "backward": tp.parse("1B0")}),
-    "parse": (tp.parse, {"text": "0F0"}),
-    "Costs": (
-        tl.Costs,
-        {
-            "forward": [1.0, 2.0],
-            "backward": None,
-            "overlap": None,
-            "link": tl.Link(),
-            "message_bytes": 1,
-            "comm_blocks": False,
-            "activation": 1.0,
-            "kept_for_weight": 0.5,
-            "unit": "ms",
-        },
+class Call(NamedTuple):
+    """What to call, arguments that it takes, and the names of all that may be given."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    """Those that it needs; functions of no argument make those that change."""
+    names: list[str]
+
+
+def call(function: Callable[..., Any], *options: str, **needed: Any) -> Call:
+    """A call of what always stays the same; ``options`` are those that its signature hides."""
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    names = [p.name for p in signature(function).parameters.values() if p.kind in named]
+    return Call(
+        function.__qualname__, function, needed, [*(n for n in names if n not in _APART), *options]
+    )
+
+
+def method(make: Callable[[], Any], name: str, *batch: Any, **needed: Any) -> Call:
+    """A call of a method of an object that is made for it, with a batch or without."""
+    options = _OF_STEPS if batch else ()
+    made = call(getattr(make(), name), *options, **needed)
+    return made._replace(
+        function=lambda **arguments: getattr(make(), name)(*batch, **arguments),
+        names=list(dict.fromkeys(made.names)),
+    )
+
+
+def spans(rank: Any) -> list[Any]:
+    return list(TIMELINE.spans(rank))
+
+
+def to_html(other: Any) -> str:
+    return TIMELINE.to_html(other)
+
+
+def stall_after(seconds: Any) -> None:
+    schedule().stall_after = seconds
+
+
+_APART = ("compile", "on_preempt")
+"""Options that take seconds, or that last."""
+_OF_STEPS = ("losses", "aux_losses", "loss_weights", "loss_kwargs", "arg_mbs", "scaler")
+_OF_SCHEDULES = ("seed", "dynamic_shapes")
+
+_ALL = [
+    call(tl.Action, stage=1, kind=tp.Kind.F),
+    call(tp.Overlap, forward=tp.parse("0F0"), backward=tp.parse("1B0")),
+    call(tp.parse, text="0F0"),
+    call(tl.Costs),
+    call(COSTS.of, name="forward", stages=2),
+    call(COSTS.durations, plan=PLAN),
+    call(tl.Costs.from_dict, values={"forward": 1.0, "link": {"latency": 1.0}}),
+    call(tl.Costs.from_timeline, timeline=TIMELINE),
+    call(tl.Link),
+    call(tl.Placement, rank_of=(0, 1), ranks=2),
+    *(call(make, ranks=2) for make in (tl.Placement.linear, tl.Placement.loop, tl.Placement.v)),
+    call(tl.Placement.custom, rank_of=[0, 1]),
+    call(PLACEMENT.stages_of, rank=1),
+    call(tl.Plan, rows_by_rank=ROWS, placement=PLAN.placement, microbatches=2),
+    call(tl.Plan.from_actions, actions=[["0F0", "0B0"], ["1F0", "1B0"]]),
+    *(call(read, rank=0) for read in (PLAN.__getitem__, PLAN.rows_of)),
+    call(PLAN.with_rows, rows_by_rank=ROWS),
+    call(tl.Timeline, plan=PLAN, start=TIMELINE.start, end=TIMELINE.end),
+    call(spans, rank=1),
+    *(call(show) for show in (TIMELINE.cost, TIMELINE.bubble, TIMELINE.to_svg, TIMELINE.to_text)),
+    call(to_html, other=TIMELINE),
+    call(tl.balance, costs=[1, 2, 3], stages=2),
+    call(tl.build, name="1f1b", ranks=2, microbatches=2),
+    *(
+        call(use, plan=PLAN)
+        for use in (tl.lower, tp.add_comm, tp.add_shard, tp.add_reduce, tp.merge_backward)
     ),
-    "Costs.of": (COSTS.of, {"name": "forward", "stages": 2}),
-    "Costs.durations": (COSTS.durations, {"plan": PLAN}),
-    "Costs.from_dict": (tl.Costs.from_dict, {"values": {"forward": 1.0, "link": {"latency": 1.0}}}),
-    "Costs.from_timeline": (tl.Costs.from_timeline, {"timeline": TIMELINE}),
-    "Link": (tl.Link, {"latency": 0.5, "bandwidth": 2.0}),
-    "Placement": (tl.Placement, {"rank_of": (0, 1), "ranks": 2}),
-    "Placement.linear": (tl.Placement.linear, {"ranks": 2}),
-    "Placement.loop": (tl.Placement.loop, {"ranks": 2, "stages_per_rank": 2}),
-    "Placement.v": (tl.Placement.v, {"ranks": 2, "stages_per_rank": 2}),
-    "Placement.custom": (tl.Placement.custom, {"rank_of": [0, 1], "ranks": 2}),
-    "Placement.stages_of": (PLACEMENT.stages_of, {"rank": 1}),
-    "Plan": (
-        tl.Plan,
-        {
-            "rows_by_rank": ROWS,
-            "placement": PLAN.placement,
-            "microbatches": 2,
-            "level": None,
-            "name": "a",
-        },
+    *(call(judge, plan=PLAN) for judge in (tl.simulate, tl.validate, tp.peak_memory)),
+    call(tp.find, name="zbv"),
+    call(tl.get_schedule_class, schedule_name="gpipe"),
+    call(tl.PipelineStage, submodule=MODULE, stage_index=0, num_stages=1, device=CPU),
+    *(
+        call(one, *_OF_SCHEDULES, stage=stage, n_microbatches=2)
+        for one in (tl.ScheduleGPipe, tl.Schedule1F1B)
     ),
-    "Plan.from_actions": (
-        tl.Plan.from_actions,
-        {
-            "actions": [["0F0", "0B0"], ["1F0", "1B0"]],
-            "placement": None,
-            "microbatches": 1,
-            "level": None,
-            "name": "a",
-        },
-    ),
-    "Plan.__getitem__": (lambda rank: PLAN[rank], {"rank": 0}),
-    "Plan.rows_of": (PLAN.rows_of, {"rank": 0}),
-    "Plan.with_rows": (PLAN.with_rows, {"rows_by_rank": ROWS, "level": None}),
-    "Timeline": (
-        tl.Timeline,
-        {
-            "plan": PLAN,
-            "start": TIMELINE.start,
-            "end": TIMELINE.end,
-            "costs": COSTS,
-            "arrival": None,
-            "measured": False,
-        },
-    ),
-    "Timeline.spans": (lambda rank: list(TIMELINE.spans(rank)), {"rank": 1}),
-    "Timeline.cost": (TIMELINE.cost, {"by": "span"}),
-    "Timeline.bubble": (TIMELINE.bubble, {"by": "makespan"}),
-    "Timeline.to_svg": (TIMELINE.to_svg, {"width": 500.0}),
-    "Timeline.to_text": (TIMELINE.to_text, {"width": 80, "colour": False}),
-    "Timeline.to_html": (lambda other: TIMELINE.to_html(other), {"other": TIMELINE}),
-    "balance": (
-        tl.balance,
-        {"costs": [1, 2, 3], "stages": 2, "memory": [1, 1, 1], "limits": [5, 5]},
-    ),
-    "build": (
-        tl.build,
-        {"name": "1f1b", "ranks": 2, "microbatches": 2, "stages_per_rank": None},
-    ),
-    "lower": (tl.lower, {"plan": PLAN, "merge": False, "keep_ready": 1, "reduce": True}),
-    "add_comm": (tp.add_comm, {"plan": PLAN}),
-    "add_shard": (tp.add_shard, {"plan": PLAN, "keep_ready": 1}),
-    "add_reduce": (tp.add_reduce, {"plan": PLAN}),
-    "merge_backward": (tp.merge_backward, {"plan": PLAN}),
-    "simulate": (tl.simulate, {"plan": PLAN, "costs": COSTS}),
-    "validate": (tl.validate, {"plan": PLAN, "sends": "blocking"}),
-    "peak_memory": (tp.peak_memory, {"plan": PLAN, "costs": COSTS}),
-    "find": (tp.find, {"name": "zbv"}),
-    "get_schedule_class": (tl.get_schedule_class, {"schedule_name": "gpipe"}),
-    "PipelineStage": (
-        tl.PipelineStage,
-        {
-            "submodule": MODULE,
-            "stage_index": 0,
-            "num_stages": 1,
-            "device": CPU,
-            "input_args": X,
-            "output_args": X,
-            "group": None,
-            "dw_builder": None,
-            "get_mesh": None,
-            "ties": (),
-        },
-    ),
-    **{
-        f"Schedule{name}": (
-            getattr(tl, f"Schedule{name}"),
-            {"stage": stage, "n_microbatches": 2, "loss_fn": LOSS, **RUNNING},
-        )
-        for name in ("GPipe", "1F1B")
-    },
-    "ScheduleInterleaved1F1B": (
-        tl.ScheduleInterleaved1F1B,
-        {"stages": lambda: [stage()], "n_microbatches": 2, "loss_fn": LOSS, **RUNNING},
-    ),
-    "ScheduleFromPlan": (
-        tl.ScheduleFromPlan,
-        {"stages": lambda: [stage()], "plan": ALONE, "loss_fn": LOSS, **RUNNING},
-    ),
-    "Pipeline": (
+    call(tl.ScheduleInterleaved1F1B, *_OF_SCHEDULES, stages=lambda: [stage()], n_microbatches=2),
+    call(tl.ScheduleFromPlan, *_OF_SCHEDULES, stages=lambda: [stage()], plan=ALONE),
+    call(
         tl.Pipeline,
-        {
-            "model": lambda: [nn.Linear(2, 2)],
-            "example": None,
-            "schedule": "gpipe",
-            "microbatches": 2,
-            "loss_fn": LOSS,
-            "ranks": 1,
-            "stages_per_rank": None,
-            "cuts": None,
-            "mesh": None,
-            "data_parallel": None,
-            "prepare": None,
-            "device": "cpu",
-            "state_dict": None,
-            "seed": 1,
-            "dynamic_shapes": False,
-            "args_chunk_spec": None,
-            "kwargs_chunk_spec": None,
-            "output_merge_spec": None,
-        },
+        model=lambda: [nn.Linear(2, 2)],
+        schedule="gpipe",
+        microbatches=2,
+        loss_fn=LOSS,
+        ranks=1,
+        device="cpu",
     ),
-    "TensorChunkSpec": (tl.TensorChunkSpec, {"split_dim": 0}),
-    "merge_chunks": (tl.merge_chunks, {"chunks": [X, X], "chunk_spec": SPEC}),
-    "split_args_kwargs_into_chunks": (
-        tl.split_args_kwargs_into_chunks,
-        {
-            "args": (X,),
-            "kwargs": {"mask": X},
-            "chunks": 2,
-            "args_chunk_spec": None,
-            "kwargs_chunk_spec": None,
-        },
-    ),
-    "Tie": (tl.Tie, {"uses": {0: "a", 1: "b"}}),
-    "Tie.name_in": (tl.Tie({0: "a", 1: "b"}).name_in, {"stage": 0}),
-    "add_loss": (tl.add_loss, {"loss": X.sum()}),
-    "skip.put": (tl.skip.put, {"name": "a", "value": X}),
-    "skip.get": (tl.skip.get, {"name": "a"}),
-    "local.run": (tl.local.run, {"fn": abs, "ranks": 2, "strict": False}),
-    "split.by_hand": (tl.split.by_hand, {"modules": [MODULE]}),
-    "split.by_names": (
+    call(tl.TensorChunkSpec, split_dim=0),
+    call(tl.merge_chunks, chunks=[X, X], chunk_spec=SPEC),
+    call(tl.split_args_kwargs_into_chunks, args=(X,), kwargs={"mask": X}, chunks=2),
+    call(tl.Tie, uses={0: "a", 1: "b"}),
+    call(tl.Tie({0: "a", 1: "b"}).name_in, stage=0),
+    call(tl.add_loss, loss=X.sum()),
+    call(tl.skip.put, name="a", value=X),
+    call(tl.skip.get, name="a"),
+    call(tl.local.run, fn=abs, ranks=2),
+    call(tl.split.by_hand, modules=[MODULE]),
+    call(
         tl.split.by_names,
-        {
-            "model": lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
-            "cuts": ["1"],
-            "example": (X,),
-        },
+        model=lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
+        cuts=["1"],
+        example=(X,),
     ),
-    "split.auto": (
+    call(
         tl.split.auto,
-        {
-            "model": lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
-            "n": 2,
-            "example": (X,),
-        },
+        model=lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        n=2,
+        example=(X,),
     ),
-    "split.materialise": (
-        tl.split.materialise,
-        {"piece": lambda: nn.Linear(2, 2), "device": "cpu", "state_dict": None},
-    ),
-    "Pieces.get_stage_module": (PIECES.get_stage_module, {"stage_idx": 0}),
-    "Pieces.build_stage": (PIECES.build_stage, {"stage_index": 0, "device": CPU, "group": None}),
-    "build_stage": (
-        tl.build_stage,
-        {"stage_module": MODULE, "stage_index": 0, "pipe_info": None, "device": CPU},
-    ),
-    "pipeline": (
-        tl.pipeline,
-        {"module": 3, "mb_args": (X,), "mb_kwargs": None, "split_spec": None, "split_policy": None},
-    ),
-    "Schedule.stall_after": (
-        lambda seconds: setattr(schedule(), "stall_after", seconds),
-        {"seconds": 3.0},
-    ),
-    "Pipeline.step": (
-        lambda **given: pipe().step(X, **given),
-        {
-            "target": X,
-            "return_outputs": False,
-            "scaler": None,
-            "losses": None,
-            "aux_losses": None,
-            "loss_weights": None,
-            "loss_kwargs": None,
-            "arg_mbs": None,
-        },
-    ),
-    "Pipeline.eval": (lambda **given: pipe().eval(X, **given), {"target": X, "losses": None}),
-    "Pipeline.train": (lambda mode: pipe().train(mode), {"mode": True}),
-    "Pipeline.grad_norm": (lambda norm_type: pipe().grad_norm(norm_type), {"norm_type": 2.0}),
-    "Pipeline.clip_grad_norm_": (
-        lambda **given: pipe().clip_grad_norm_(**given),
-        {"max_norm": 1.0, "norm_type": 2.0, "error_if_nonfinite": False},
-    ),
-    "Pipeline.state_dict": (lambda gathered: pipe().state_dict(gathered=gathered), {"gathered": 0}),
-    "Pipeline.load_state_dict": (
-        lambda **given: pipe().load_state_dict(**given),
-        {"state_dict": {}, "strict": False},
-    ),
-    "Schedule.step": (
-        lambda **given: schedule().step(X, **given),
-        {
-            "target": X,
-            "losses": None,
-            "return_outputs": True,
-            "loss_kwargs": None,
-            "loss_weights": None,
-            "aux_losses": None,
-            "share_losses": False,
-            "grad_scale": 1.0,
-            "arg_mbs": None,
-            "kwarg_mbs": None,
-            "target_mbs": None,
-        },
-    ),
-}
+    call(tl.split.materialise, piece=lambda: nn.Linear(2, 2), device="cpu"),
+    call(PIECES.get_stage_module, stage_idx=0),
+    call(PIECES.build_stage, stage_index=0, device=CPU),
+    call(tl.build_stage, stage_module=MODULE, stage_index=0, pipe_info=None, device=CPU),
+    call(tl.pipeline, module=3, mb_args=(X,)),
+    call(stall_after, seconds=3.0),
+    method(pipe, "step", X, target=X),
+    method(pipe, "eval", X, target=X),
+    method(pipe, "train"),
+    method(pipe, "grad_norm"),
+    method(pipe, "clip_grad_norm_", max_norm=1.0),
+    method(pipe, "state_dict"),
+    method(pipe, "load_state_dict", state_dict={}, strict=False),
+    method(schedule, "step", X, target=X),
+]
+CALLS = {each.name: each for each in _ALL}
 ODD: list[Any] = [
     *(object(), object, [None], [[]], {1: 2}, {"a": None}, {1, 2}, (), b"0F0", range(3), iter([])),
     *(np.int64(2), np.float32(1.5), np.zeros(2), np.array("x"), np.zeros((2, 2)), 1j),
@@ -307,28 +196,27 @@ ODD: list[Any] = [
 def draw(random: Random) -> tuple[str, dict[str, Any]]:
     """A name, and what to replace of its arguments."""
     name = random.choice(sorted(CALLS))
-    arguments = list(CALLS[name][1])
-    chosen = random.sample(arguments, min(len(arguments), random.choice([1, 1, 1, 2, 3])))
+    names = CALLS[name].names
+    chosen = random.sample(names, min(len(names), random.choice([1, 1, 1, 2, 3])))
     return name, {argument: _anything(random) for argument in chosen}
 
 
 def try_(input: tuple[str, dict[str, Any]]) -> None:
     """Call it."""
     name, changes = input
-    function, arguments = CALLS[name]
     made = {
         key: value() if callable(value) and getattr(value, "__name__", "") in _MAKERS else value
-        for key, value in arguments.items()
+        for key, value in CALLS[name].arguments.items()
         if key not in changes
     }
     state = torch.get_rng_state()
     try:
-        function(**made, **changes)
+        CALLS[name].function(**made, **changes)
     finally:
         torch.set_rng_state(state)
 
 
-_MAKERS = ("<lambda>", "stage", "schedule", "pipe")
+_MAKERS = ("<lambda>", "stage")
 
 
 def _anything(random: Random) -> Any:

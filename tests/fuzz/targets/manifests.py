@@ -18,7 +18,7 @@ from torch import nn
 import taktline as tl
 from taktline.checkpoint.files import MANIFEST, sealed
 from taktline.errors import TaktlineError
-from tests.fuzz.mutate import a_value
+from tests.fuzz.mutate import a_place, a_value
 
 _DEEP = ("values", "optimizers", "tensors")
 """The parts with most of what a load uses."""
@@ -119,18 +119,9 @@ def draw(random: Random) -> str:
 
 def _a_place(random: Random, content: Any) -> tuple[Any, Any]:
     """Some list or dict in a manifest, and a key of it; most are deep inside."""
-    place, key = content, random.choice(_DEEP if random.random() < 0.9 else list(content))
-    while isinstance(place.get(key) if isinstance(place, dict) else place[key], (dict, list)):
-        inner = place[key]
-        if not inner or random.random() < 0.15:
-            break
-        place, key = (
-            inner,
-            random.choice([*(inner if isinstance(inner, dict) else range(len(inner)))]),
-        )
-    if isinstance(place, dict) and key not in place:
-        place[key] = None
-    return place, key
+    part = random.choice(_DEEP if random.random() < 0.9 else list(content))
+    place, key = a_place(random, content.setdefault(part, None), deeper=0.85)
+    return (content, part) if place is None else (place, key)
 
 
 def try_(input: str) -> None:
