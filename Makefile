@@ -91,7 +91,7 @@ newest: $(NEWEST)/.stamp ## Run the quick tests, the drop-in, timm and torchrun 
 	$(ON_NEWEST) $(SIDE_BY_SIDE) --ignore=tests/compat --ignore=taktline/compat -m "$(QUICK)"
 	$(ON_NEWEST) $(SIDE_BY_SIDE) -m "not matrix" tests/compat taktline/compat
 	$(ON_NEWEST) $(SIDE_BY_SIDE) -m zoo tests/zoo -k timm
-	@$(ON_NEWEST) -m torch.distributed.run --standalone --nproc-per-node 2 tests/torchrun_pipeline.py
+	$(ON_NEWEST) -m pytest tests/test_examples.py -k "custom_schedule or accelerate"
 
 .versions/%/.stamp:
 	@echo "Installing torch $* into .versions/$* ..."

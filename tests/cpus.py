@@ -1,14 +1,12 @@
 """Runs the tests that compare numbers as other CPUs would: ``python -m tests.cpus``.
 
 The CPUs differ in the instructions that torch and the libraries below it may use, and in whether
-torch turns oneDNN off (see ``tests/settled.py``). ``--cpu`` names one of them; pytest gets what
-follows ``--``. An aarch64 CPU without bf16 can be had as well: its wheel of torch runs under
-``qemu-aarch64 -cpu neoverse-n1``.
+torch turns oneDNN off (see ``tests/settled.py``). pytest gets the arguments. An aarch64 CPU without
+bf16 can be had as well: its wheel of torch runs under ``qemu-aarch64 -cpu neoverse-n1``.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -57,6 +55,7 @@ def run(cpu: str, for_pytest: Sequence[str]) -> subprocess.CompletedProcess[str]
 
     The compiler would take those of another CPU from its cache: it asks only for the same graph.
     """
+    print(f"== {cpu}", flush=True)
     with TemporaryDirectory() as kernels:
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *for_pytest],
@@ -68,19 +67,11 @@ def run(cpu: str, for_pytest: Sequence[str]) -> subprocess.CompletedProcess[str]
 
 
 def main() -> int:
-    """Run all tests that compare numbers on each; fails if one does."""
-    parser = argparse.ArgumentParser(prog="python -m tests.cpus", description=__doc__)
-    parser.add_argument("--cpu", action="append", choices=CPUS, help="one of them; more than once")
-    given = sys.argv[1:]
-    end = given.index("--") if "--" in given else len(given)
-    chosen, for_pytest = parser.parse_args(given[:end]).cpu or CPUS, given[end + 1 :]
-    outcomes = {}
-    for cpu in chosen:
-        print(f"== {cpu}", flush=True)
-        outcomes[cpu] = run(cpu, for_pytest or TESTS).returncode
-    for cpu, code in outcomes.items():
+    """Run all tests that compare numbers on each, or what is given; fails if one does."""
+    codes = {cpu: run(cpu, sys.argv[1:] or TESTS).returncode for cpu in CPUS}
+    for cpu, code in codes.items():
         print(f"{cpu}: {'passed' if code == 0 else f'failed ({code})'}")
-    return max(outcomes.values())
+    return max(codes.values())
 
 
 if __name__ == "__main__":

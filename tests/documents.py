@@ -84,8 +84,11 @@ def fresh(page: Path) -> str:
     """The page as it should be, found out in a process of its own, which has torch already."""
     if not _BLOCK.search(page.read_text()):
         return page.read_text()
+    # Here, as it imports torch; the same as for other tests, which share what they are forked from.
+    from tests.workers import PRELOADED
+
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["torch._dynamo", "taktline.train", "taktline.cli.app"])
+    processes.set_forkserver_preload(PRELOADED)
     receiver, sender = processes.Pipe(duplex=False)
     process = processes.Process(target=_send, args=(page, sender))
     process.start()

@@ -110,6 +110,7 @@ def test_private_names_of_torch_are_looked_up() -> None:
     assert written() == set()
 
 
+@pytest.mark.matrix
 @pytest.mark.limit(900)
 def test_the_package_is_imported_without_private_names_of_torch() -> None:
     words = [sys.executable, "-W", "error", "-m", "tests.missing_names"]

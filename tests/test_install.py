@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = Path(run(python, "-c", place, folder=folder).strip())
     (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     (folder / "tests").mkdir()
-    for name in ("documents.py", "warm.py"):
+    for name in ("documents.py", "settled.py", "warm.py", "workers.py"):
         (folder / "tests" / name).write_text((ROOT / "tests" / name).read_text())
     return folder
 

@@ -19,7 +19,7 @@ CASES = [*(f"local-{n}" for n in range(40)), *(f"gloo-{n}" for n in range(15))]
 
 
 @pytest.mark.processes
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_hangs_and_nothing_is_wrong(workers: Workers, name: str) -> None:
     case = draw(name, RANKS)

@@ -25,6 +25,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import time
 import traceback
@@ -37,8 +38,8 @@ from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from tempfile import mkdtemp
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -93,80 +94,6 @@ class WorkersLost(Exception):
         super().__init__(reason)
 
 
-class Workers:
-    """A pool of processes, started at the first run; ``group_timeout`` ends a wait in a group."""
-
-    def __init__(self, size: int = 4, group_timeout: float = 60.0) -> None:
-        self.size = size
-        self.group_timeout = group_timeout
-        self._pool: _Pool | None = None
-        self._numbers = count(1)
-
-    def run(
-        self, fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120.0
-    ) -> list[Any]:
-        """What ``fn(rank, group, *args)`` returns on the workers ``0 .. ranks - 1``."""
-        answers = self._ask(fn, args, ranks, timeout)
-        if tracebacks := _tracebacks(answers):
-            raise WorkersFailed({rank: answers[rank].load() for rank in tracebacks}, tracebacks)
-        return [answers[rank].load() for rank in range(ranks)]
-
-    def outcomes(
-        self, fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120.0
-    ) -> list[Any]:
-        """Like :meth:`run`, but an exception stands in the place of the result."""
-        answers = self._ask(fn, args, ranks, timeout)
-        return [answers[rank].load() for rank in range(ranks)]
-
-    def stop(self) -> None:
-        """End the processes; another run would start new ones."""
-        if self._pool is not None:
-            self._pool.leave()
-            self._pool = None
-
-    def _ask(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], ranks: int, timeout: float
-    ) -> dict[int, _Answer]:
-        if not 1 <= ranks <= self.size:
-            raise ValueError(f"ranks must be from 1 to {self.size}, not {ranks}")
-        # Not by the connection: it would send tensors as shared memory, which ends with a process.
-        call = _Call(pickle.dumps((fn, args)), ranks, next(self._numbers))
-        try:
-            pool = self._met()
-            answers = pool.ask(call, ranks, timeout)
-        except BaseException:
-            # Ctrl-C as well: a worker that is still busy would answer the next question with this.
-            self._kill()
-            raise
-        pool.clean = not any(each.traceback or each.left for each in answers.values())
-        return answers
-
-    def _met(self) -> _Pool:
-        """A pool whose groups hold nothing of an earlier failure."""
-        if self._pool is not None and not self._pool.clean:
-            try:
-                self._pool.meet(AGAIN_SECONDS)
-            except (WorkersLost, WorkersFailed):
-                # Work that a failure left behind may block; only the end of its process helps.
-                self._kill()
-        if self._pool is None:
-            self._pool = _Pool(self.size, self.group_timeout)
-            self._pool.meet()
-        return self._pool
-
-    def _kill(self) -> None:
-        if self._pool is not None:
-            self._pool.kill()
-            self._pool = None
-
-
-@dataclass(frozen=True)
-class _Meet:
-    """Leave all groups and make new ones, by a file that no earlier meeting has used."""
-
-    store: Path
-
-
 @dataclass(frozen=True)
 class _Call:
     """Run a function, pickled with its arguments, in the group of the first ``ranks``."""
@@ -190,21 +117,83 @@ class _Answer:
         return pickle.loads(self.payload)
 
 
-class _Pool:
-    """One start of the processes."""
+_Answers: TypeAlias = dict[int, _Answer]
 
-    def __init__(self, size: int, group_timeout: float) -> None:
-        self.clean = True
-        self._meetings = 0
-        self._folder = TemporaryDirectory(prefix="taktline-workers-")
+
+class Workers:
+    """A pool of processes, started at the first run; ``group_timeout`` ends a wait in a group."""
+
+    def __init__(self, size: int = 4, group_timeout: float = 60.0) -> None:
+        self.size = size
+        self.group_timeout = group_timeout
+        self._numbers = count(1)  # of meetings and calls
+        self._clean = True
+        """Whether the groups hold nothing of an earlier failure."""
+        self._folder: Path | None = None
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120.0
+    ) -> list[Any]:
+        """What ``fn(rank, group, *args)`` returns on the workers ``0 .. ranks - 1``."""
+        return _results(self._ask(fn, args, ranks, timeout))
+
+    def outcomes(
+        self, fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120.0
+    ) -> list[Any]:
+        """Like :meth:`run`, but an exception stands in the place of the result."""
+        answers = self._ask(fn, args, ranks, timeout)
+        return [answers[rank].load() for rank in range(ranks)]
+
+    def stop(self) -> None:
+        """End the processes; another run would start new ones."""
+        for connection in self._connections:
+            # Closing is the sign to leave, and it also reaches workers whose parent was killed.
+            connection.close()
+        deadline = time.monotonic() + LEAVING_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _ask(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], ranks: int, timeout: float
+    ) -> _Answers:
+        if not 1 <= ranks <= self.size:
+            raise ValueError(f"ranks must be from 1 to {self.size}, not {ranks}")
+        # Not by the connection: it would send tensors as shared memory, which ends with a process.
+        call = _Call(pickle.dumps((fn, args)), ranks, next(self._numbers))
+        try:
+            self._meet()
+            answers = self._answers(call, ranks, timeout)
+        except BaseException:
+            # Ctrl-C as well: a worker that is still busy would answer the next question with this.
+            self._kill()
+            raise
+        self._clean = not any(each.traceback or each.left for each in answers.values())
+        return answers
+
+    def _meet(self) -> None:
+        """See that there are processes, and groups that hold nothing of an earlier failure."""
+        if self._processes and not self._clean:
+            try:
+                self._make_groups(AGAIN_SECONDS)
+            except (WorkersLost, WorkersFailed):
+                # Work that a failure left behind may block; only the end of its process helps.
+                self._kill()
+        if not self._processes:
+            self._start()
+            self._make_groups(MEETING_SECONDS)
+        self._clean = True
+
+    def _start(self) -> None:
+        self._folder = Path(mkdtemp(prefix="taktline-workers-"))
         # Forked from a process that has imported torch, and has not used it yet.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        for rank in range(size):
+        for rank in range(self.size):
             here, there = context.Pipe()
-            arguments = (rank, size, group_timeout, self._stack_file(rank), there)
+            arguments = (rank, self.size, self.group_timeout, self._file("stack", rank), there)
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             # With this end open here too, a worker that dies would never read as gone.
@@ -212,23 +201,23 @@ class _Pool:
             self._connections.append(here)
             self._processes.append(process)
 
-    def meet(self, seconds: float = MEETING_SECONDS) -> None:
-        """Give all workers new groups."""
-        self._meetings += 1
-        store = Path(self._folder.name, f"store-{self._meetings}")
-        answers = self.ask(_Meet(store), len(self._processes), seconds)
-        if tracebacks := _tracebacks(answers):
-            raise WorkersFailed({rank: answers[rank].load() for rank in tracebacks}, tracebacks)
-        self.clean = True
+    def _file(self, name: str, number: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{name}-{number}"
 
-    def ask(self, request: _Meet | _Call, ranks: int, timeout: float) -> dict[int, _Answer]:
-        """The answers of the first workers."""
+    def _make_groups(self, seconds: float) -> None:
+        """Give all workers new groups, by a file that no earlier meeting has used."""
+        store = self._file("store", next(self._numbers))
+        _results(self._answers(store, self.size, seconds))
+
+    def _answers(self, request: Path | _Call, ranks: int, timeout: float) -> _Answers:
+        """What the first workers answer to a call, or to a file to meet by."""
         waiting = {self._connections[rank]: rank for rank in range(ranks)}
         for connection in waiting:
             # Whoever cannot be reached has died, and the read below says so.
             with suppress(OSError):
                 connection.send(request)
-        answers: dict[int, _Answer] = {}
+        answers: _Answers = {}
         died: list[int] = []
         deadline = time.monotonic() + timeout
         while waiting and not died:
@@ -245,17 +234,7 @@ class _Pool:
             raise self._lost(died, sorted(waiting.values()), answers, timeout)
         return answers
 
-    def leave(self) -> None:
-        """Let the idle workers end by themselves."""
-        for connection in self._connections:
-            # Closing is the sign to leave, and it also reaches workers whose parent was killed.
-            connection.close()
-        deadline = time.monotonic() + LEAVING_SECONDS
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        self.kill()
-
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """End the workers, whatever they do."""
         for process in self._processes:
             process.kill()
@@ -264,17 +243,19 @@ class _Pool:
             process.close()
         for connection in self._connections:
             connection.close()
-        self._folder.cleanup()
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+        self._folder, self._processes, self._connections = None, [], []
 
     def _lost(
-        self,
-        died: Sequence[int],
-        silent: Sequence[int],
-        answers: Mapping[int, _Answer],
-        timeout: float,
+        self, died: Sequence[int], silent: Sequence[int], answers: _Answers, timeout: float
     ) -> WorkersLost:
         """The error for ranks without an answer, with all that helps to find the cause."""
-        codes = {rank: self._exit_code(rank) for rank in died}
+        codes: dict[int, int | None] = {}
+        for rank in died:
+            # The pipe closes a moment before the process is gone.
+            self._processes[rank].join(LEAVING_SECONDS)
+            codes[rank] = self._processes[rank].exitcode
         lines = [f"rank {rank} died with exit code {code}" for rank, code in codes.items()]
         if silent:
             limit = "until then" if died else f"within {timeout:g} s"
@@ -283,14 +264,9 @@ class _Pool:
         lines.append(_by_rank({rank: self._stack(rank) for rank in silent}))
         return WorkersLost("\n".join(filter(None, lines)), codes, silent)
 
-    def _exit_code(self, rank: int) -> int | None:
-        # The pipe closes a moment before the process is gone.
-        self._processes[rank].join(LEAVING_SECONDS)
-        return self._processes[rank].exitcode
-
     def _stack(self, rank: int) -> str:
         """Where a busy worker is just now."""
-        file, pid = self._stack_file(rank), self._processes[rank].pid
+        file, pid = self._file("stack", rank), self._processes[rank].pid
         if pid is None or not file.exists():
             return "has not come up yet"
         with suppress(ProcessLookupError):
@@ -303,8 +279,12 @@ class _Pool:
             stack, before = file.read_text(), stack
         return stack
 
-    def _stack_file(self, rank: int) -> Path:
-        return Path(self._folder.name, f"stack-{rank}")
+
+def _results(answers: _Answers) -> list[Any]:
+    """What was returned; raises if anything was raised."""
+    if tracebacks := _tracebacks(answers):
+        raise WorkersFailed({rank: answers[rank].load() for rank in tracebacks}, tracebacks)
+    return [answers[rank].load() for rank in sorted(answers)]
 
 
 class _Worker:
@@ -316,13 +296,13 @@ class _Worker:
         self._timeout = timedelta(seconds=group_timeout)
         self._groups: list[Any] = []
 
-    def answer(self, request: _Meet | _Call) -> _Answer:
+    def answer(self, request: Path | _Call) -> _Answer:
         """Do what is asked; whatever goes wrong is an answer too."""
         try:
             if isinstance(request, _Call):
                 return _Answer(pickle.dumps(self._call(request)), left=self._left())
             self.leave()
-            self._meet(request.store)
+            self._meet(request)
             return _Answer(pickle.dumps(None))
         except BaseException as error:
             return _Answer(_pickled(error), "".join(traceback.format_exception(error)))

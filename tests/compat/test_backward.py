@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -81,6 +81,7 @@ def _in_halves(net: Any, outputs: Any, gradients: Any, x: torch.Tensor) -> torch
     return found
 
 
+@settings(max_examples=40)
 @given(_words, _outputs, st.booleans())
 def test_both_halves_are_the_whole(words: list[str], outputs: str, edges: bool) -> None:
     """For two micro-batches, whose gradients add up: what is added to is nobody else's memory."""

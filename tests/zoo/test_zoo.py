@@ -107,7 +107,7 @@ MEASURED = [
 
 
 @pytest.mark.zoo
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_counted_costs_are_like_times() -> None:
     found = [costs.compare(find(name)) for name in MEASURED]
     told = costs.report(found)
