@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
+import socket
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import pytest
 
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 EXAMPLES = ROOT / "examples"
 CASES = {
-    "fsdp": (["--steps", "2"], 4, "step 2: loss"),  # makes the group that others then use
+    "fsdp": (["--steps", "2"], 4, "step 2: loss"),
     "gpt": (["--steps", "10", "--microbatches", "2"], 4, "step 10: loss"),
     "hugging_face": (["--steps", "4", "--layers", "2"], 2, "among them transformer.wte.weight"),
     "trainer": (["--steps", "3"], 2, "step 3: loss"),
@@ -30,26 +31,40 @@ CASES = {
     "from_config": (["--training.steps=2"], 4, "step 2: loss"),
     "custom_schedule": (["--steps", "2"], 2, "step 2: loss"),
     "inference": (["--tokens", "2"], 2, "\nhij\n"),
+    "resumable": (["--steps", "10"], 2, "step 10: loss"),
 }
-RESUMABLE = ("--steps", "10")
 NEEDS = {"lora": "peft", "lightning_module": "pytorch_lightning"}
 
 
-def run(command: list[str], folder: Path) -> str:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+def run(command: list[str], folder: Path, ranks: int = 1) -> list[str]:
+    """What a command prints in a folder; on several ranks, as torchrun would start them."""
     folder.mkdir()
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=environment,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    told = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    if ranks > 1:
+        with socket.create_server(("localhost", 0)) as free:
+            told |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+        told |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    with ExitStack() as stack:
+        processes: list[subprocess.Popen[str]] = []
+        for rank in range(ranks):
+            mine = dict.fromkeys(("RANK", "LOCAL_RANK") if ranks > 1 else (), str(rank))
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=folder,
+                env=os.environ | told | mine,
+            )
+            processes.append(process)
+            stack.callback(process.kill)
+        said = [process.communicate(timeout=240) for process in processes]
+    failed = [
+        text for (_, text), process in zip(said, processes, strict=True) if process.returncode
+    ]
+    assert not failed, "\n".join(failed)
+    return [text for text, _ in said]
 
 
 def missing(name: str) -> bool:
@@ -60,29 +75,25 @@ def missing(name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the examples have printed that are tested now, alone and on each rank."""
-    top = tmp_path_factory.mktemp("examples")
-    items: list[Any] = [item for item in request.session.items if item.parent is request.node]
-    tested = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
-    tested |= {"lora", "custom_schedule"}
-    launches: dict[int, list[list[str]]] = {
-        ranks: [
-            [name, *words]
-            for name, (words, several, _) in CASES.items()
-            if name in tested and not missing(name) and ranks in (1, several)
-        ]
-        for ranks in (1, 2, 4)
-    }
-    launches[1].append(["resumable", *RESUMABLE])
-    run([sys.executable, "-m", "tests.examples", str(top), json.dumps(launches)], top / "in")
-    return top
+def python() -> Iterator[str]:
+    with warm.commands("transformers.trainer", "peft") as folder:
+        yield str(folder / "python")
+
+
+Printed: TypeAlias = Callable[[str, int], tuple[Path, list[str]]]
 
 
 @pytest.fixture(scope="module")
-def python() -> Iterator[str]:
-    with warm.commands() as folder:
-        yield str(folder / "python")
+def printed(python: str, tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """Runs an example on so many ranks, once: its folder, and what each of them has printed."""
+    top = tmp_path_factory.mktemp("examples")
+
+    @cache
+    def printed(name: str, ranks: int) -> tuple[Path, list[str]]:
+        command = [python, str(EXAMPLES / f"{name}.py"), *CASES[name][0]]
+        return (folder := top / f"{name}-{ranks}"), run(command, folder, ranks)
+
+    return printed
 
 
 def losses(shown: str) -> list[float]:
@@ -90,19 +101,17 @@ def losses(shown: str) -> list[float]:
 
 
 def test_every_example_is_tested() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.py")} == {*CASES, "resumable"}
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == {*CASES}
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_in_one_process_and_in_several(name: str, printed: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in CASES if name != "resumable"])
+def test_the_same_in_one_process_and_in_several(name: str, printed: Printed) -> None:
     if missing(name):
         pytest.skip(f"{NEEDS[name]} is not installed: pip install 'taktline[clients]'")
     _, ranks, text = CASES[name]
-    alone = (printed / "ranks-1" / f"{name}.0").read_text()
-    each = [(printed / f"ranks-{ranks}" / f"{name}.{rank}").read_text() for rank in range(ranks)]
+    (alone,), shown = printed(name, 1)[1], "".join(printed(name, ranks)[1])
     assert text in alone
-    shown = "".join(each)
     assert shown.count(text) == 1, "one rank speaks for all"
     # As printed, with three places or more; the last one may be rounded otherwise.
     assert losses(shown) == pytest.approx(losses(alone), rel=1e-3)
@@ -110,7 +119,7 @@ def test_the_same_in_one_process_and_in_several(name: str, printed: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks for it
-def test_adapters_are_all_that_is_saved(printed: Path) -> None:
+def test_adapters_are_all_that_is_saved(printed: Printed) -> None:
     peft = pytest.importorskip("peft")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -122,8 +131,7 @@ def test_adapters_are_all_that_is_saved(printed: Path) -> None:
         vocab_size=128,
         use_cache=False,
     )
-    files = [printed / f"ranks-{ranks}" / "in-lora" / "adapters" for ranks in (1, 2)]
-    for folder in files:
+    for folder in (printed("lora", ranks)[0] / "adapters" for ranks in (1, 2)):
         assert (folder / "adapter_model.safetensors").stat().st_size < 50_000
         loaded = peft.PeftModel.from_pretrained(LlamaForCausalLM(config), folder)
         trained = [value for name, value in loaded.named_parameters() if "lora_B" in name]
@@ -131,33 +139,24 @@ def test_adapters_are_all_that_is_saved(printed: Path) -> None:
         assert all(value.abs().max() > 0 for value in trained)  # where LoRA begins, they are 0
 
 
-def test_accelerate_starts_them_too(printed: Path, python: str, tmp_path: Path) -> None:
+def test_accelerate_starts_them_too(printed: Printed, python: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     command = [python, "-m", "accelerate.commands.launch", "--multi_gpu"]
     command += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     command += ["--dynamo_backend", "no", "--main_process_port", "0"]
     command += [str(EXAMPLES / "custom_schedule.py"), "--steps", "2"]
-    shown, alone = run(command, tmp_path / "both"), printed / "ranks-1" / "custom_schedule.0"
-    assert losses(shown) == pytest.approx(losses(alone.read_text()), rel=1e-3)
+    (shown,), (alone,) = run(command, tmp_path / "both"), printed("custom_schedule", 1)[1]
+    assert losses(shown) == pytest.approx(losses(alone), rel=1e-3)
     assert len(losses(shown)) == 2
 
 
-def test_a_training_that_goes_on_by_itself(printed: Path, python: str, tmp_path: Path) -> None:
+def test_a_training_that_goes_on_by_itself(printed: Printed, python: str, tmp_path: Path) -> None:
     """A rank is killed in step 7; torchrun starts anew, and all goes on from the latest save."""
-    command = [
-        python,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--max-restarts",
-        "3",
-        "--nproc-per-node",
-        "2",
-    ]
-    command += [str(EXAMPLES / "resumable.py"), *RESUMABLE, "--die-in", "7"]
-    calm, shown = (
-        (printed / "ranks-1" / "resumable.0").read_text(),
-        run(command, tmp_path / "killed"),
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
+    command += ["--nproc-per-node", "2", str(EXAMPLES / "resumable.py"), *CASES["resumable"][0]]
+    (calm,), (shown,) = (
+        printed("resumable", 1)[1],
+        run([*command, "--die-in", "7"], tmp_path / "killed"),
     )
     steps = [dict(re.findall(r"step (\d+): (loss \S+)", text)) for text in (calm, shown)]
     assert steps[0] == steps[1], "to the last place"

@@ -9,6 +9,7 @@ as torchrun does, starts as quickly.
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import multiprocessing
 import os
@@ -21,8 +22,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,18 @@ sys.exit(code)
 
 
 @contextmanager
-def commands() -> Iterator[Path]:
-    """The same for a process that has not imported everything: a folder with the commands."""
+def commands(*modules: str) -> Iterator[Path]:
+    """The same for a process that has not imported everything: a folder with the commands.
+
+    Programs find these modules loaded, too, where they are installed.
+    """
     # Here, as it imports torch, which the callers of this have loaded.
     from tests.workers import PRELOADED
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     folder = Path(tempfile.mkdtemp())
-    process = context.Process(target=_install, args=(folder,))
+    process = context.Process(target=_install, args=(folder, modules))
     process.start()
     try:
         while not (folder / "server").exists():
@@ -68,7 +72,10 @@ def commands() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def _install(folder: Path) -> None:
+def _install(folder: Path, modules: Sequence[str]) -> None:
+    for module in modules:
+        with suppress(ImportError):
+            importlib.import_module(module)
     install(folder)
     signal.pause()
 
