@@ -13,11 +13,12 @@ accumulation loop::
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -29,8 +30,8 @@ from taktline.runtime.ports import FirstIncoming, Outgoing, PeerFailed, ports_of
 from taktline.runtime.runnable_plan import merged
 from taktline.runtime.stage_actions import (
     Binding,
+    Drawing,
     Handover,
-    OwnLosses,
     Ports,
     RankRandom,
     Signatures,
@@ -64,19 +65,11 @@ class Instruction:
         return self.action if self.at is None else self.at()
 
 
-Wrap: TypeAlias = Callable[[Instruction], Callable[[], None]]
-"""Returns a function that runs an instruction and observes it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A step that failed on this rank; without an error, another rank has the error."""
 
     error: TaktlineError | None = None
-
-
-Fate: TypeAlias = Callable[[Exception, StageError | None], None]
-"""Raises if the ranks cannot go on after an error, also given with its rank and stage."""
 
 
 class Program:
@@ -90,18 +83,19 @@ class Program:
         rank_of: Sequence[int],
         instructions: Sequence[Instruction],
         settles: Iterable[Callable[[], None]],
-        joined: Callable[[], Sequence[Instruction]] | None = None,
+        quicker: Sequence[Instruction] | None = None,
+        drawing: Drawing | None = None,
+        loop: Sequence[Instruction] | None = None,
     ) -> None:
         """``rank_of`` has the rank of each stage; ``settles`` wait for all sends.
 
-        ``joined`` returns fewer, equal instructions. They run unless each action is observed by
-        itself.
+        ``quicker`` are equal instructions, for steps that nobody observes; so is the ``loop``, but
+        for steps without random numbers: these depend on the order.
         """
         self._rank_of = rank_of
-        self._each = instructions
-        self._joined = joined or (lambda: instructions)
-        self._instructions = instructions
-        """The instructions of the current run."""
+        self._each = self._instructions = instructions
+        self._quicker = instructions if quicker is None else quicker
+        self._drawing, self._loop = drawing, loop
         self._settles = list(settles)
         self.position = 0
         """The instruction that is running."""
@@ -112,34 +106,39 @@ class Program:
         left = self._instructions[self.position :]
         return left[0] if left else None
 
-    def run(self, wrap: Wrap | None = None, fate: Fate | None = None) -> Failure | None:
-        """Run all instructions, each wrapped; returns None if all worked.
+    @property
+    def quickest(self) -> Sequence[Instruction]:
+        """The instructions of a step that nobody observes."""
+        if self._loop is None or self._drawing is None or self._drawing.draws:
+            return self._quicker
+        return self._loop
 
-        Raises if the ranks cannot go on together.
+    def step(self) -> AbstractContextManager[None]:
+        """A block for the run and what follows it."""
+        return nullcontext()
+
+    def run(self, observe: Callable[[Instruction], None] | None = None) -> Failure | None:
+        """Run all instructions, or let each be run by ``observe``; returns None if all worked.
+
+        After a failure, :meth:`forgo` must follow. Raises if the other ranks have left the step.
         """
-        self._instructions = self._joined() if wrap is None else self._each
-        runs = [each.run if wrap is None else wrap(each) for each in self._instructions]
-        failure = None
+        if observe is None:
+            self._instructions = self.quickest
+            runs = [each.run for each in self._instructions]
+        else:
+            self._instructions = self._each
+            runs = [partial(observe, each) for each in self._instructions]
         try:
             for self.position, run in enumerate(runs):
                 run()
             self.position = len(runs)
         except PeerFailed:
-            failure = Failure()
+            return Failure()
         except Exception as error:
             if isinstance(error, TaktlineError) and error.recoverable != "step":
-                raise  # the other ranks have left this step
-            located = self._located(error)
-            if fate is not None:
-                fate(error, located)
-            failure = Failure(located)
-        if failure is not None:
-            self.forgo(fate, self.position)
-        return failure
-
-    def actions(self) -> list[Action]:
-        """The actions of an unobserved run, in order; one for each instruction."""
-        return [instruction.action for instruction in self._joined()]
+                raise
+            return Failure(self._located(error))
+        return None
 
     def run_alone(self, before: Callable[[Action], None], after: Callable[[], None]) -> None:
         """Run all instructions and wait for all sends; raises the first error with its place.
@@ -147,7 +146,7 @@ class Program:
         For a capture, in which no message reaches another rank. ``before`` and ``after`` are called
         around each instruction.
         """
-        self._instructions = running = self._joined()
+        self._instructions = running = self.quickest
         try:
             for self.position, instruction in enumerate(running):
                 before(instruction.action)
@@ -157,21 +156,19 @@ class Program:
             raise self._located(error) from error
         self.settle()
 
-    def forgo(self, fate: Fate | None = None, position: int = 0) -> None:
-        """Compute nothing from a position on, but take part in every message.
+    def forgo(self) -> Iterator[Exception]:
+        """Compute nothing from now on, but take part in every message, so no other rank hangs.
 
-        So no other rank hangs.
+        Yields the errors of messages.
         """
-        for call in [instruction.forgo for instruction in self._instructions[position:]]:
-            if call is None:
-                continue
+        for instruction in self._instructions[self.position :]:
             try:
-                call()
+                if instruction.forgo is not None:
+                    instruction.forgo()
             except Exception as error:
                 if isinstance(error, TaktlineError) and error.recoverable != "step":
                     raise
-                if fate is not None:
-                    fate(error, None)
+                yield error
 
     def settle(self) -> None:
         """Wait for all sends and free their buffers; only after every rank has ended the step.
@@ -258,13 +255,10 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
     if isinstance(drawing, RankRandom):
         each, joined = (_of_ranks(program, drawing, rank_of) for program in (each, joined))
 
-    def quickest() -> Sequence[Instruction]:
-        # The random numbers of a rank depend on the order in which it computes.
-        return joined if loop is None or drawing is None or drawing.draws else loop
-
     sends = [out for port in ports.values() for out in (port.activations_out, port.gradients_out)]
     settles = [out.sends.settle_all for out in sends if isinstance(out, Outgoing)]
-    return Bound(Program(rank_of, each, settles, quickest), works, ports, binding, known)
+    program = Program(rank_of, each, settles, joined, drawing, loop)
+    return Bound(program, works, ports, binding, known)
 
 
 def _instruction(
@@ -364,11 +358,13 @@ def plain_loop(
     for stage in range(last + 1):
         into = works[-1].ports.activations_out if works else None
         out = Handover(detached=False) if stage < last else None
-        works.append(Work(binding, known, stage, Ports(into, out), backward.keep))
+        works.append(Work(binding, known, stage, Ports(into, out)))
+        works[-1].flattens = False
     loop: list[Instruction] = []
     for m in order:
         for stage, work in enumerate(works):
-            loop.append(Instruction(Action(stage, Kind.F, m), partial(work.forward, m), None))
+            run = partial(backward.forward, stage, work, m)
+            loop.append(Instruction(Action(stage, Kind.F, m), run, None))
         back = [Action(stage, Kind.B, m) for stage in range(last + 1)]
         loop.append(
             Instruction(back[-1], backward.run, None, at=lambda back=back: back[backward.stage])
@@ -417,10 +413,9 @@ class _Backward:
         for stage, hooks in enumerate(self._hooks):
             hooks._backward_hooks = {0: partial(self._come, stage)}
 
-    def keep(
-        self, stage: int, results: Sequence[Any], own: OwnLosses, side: SideValues | None
-    ) -> None:
-        """Keep the results of a forward for the backward."""
+    def forward(self, stage: int, work: Work, microbatch: int) -> None:
+        """Run the forward of a stage, and keep its results for the backward."""
+        _, results, own, side = work.compute(microbatch)
         self._mark(stage, without_skips(results)[0])
         for loss, gradient in zip(*own, strict=True):
             if gradient is not None:

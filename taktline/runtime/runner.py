@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +27,7 @@ from taktline.runtime.agreement import (
     located,
     weigh,
 )
-from taktline.runtime.capture import Captures, Graphs
+from taktline.runtime.capture.captures import Captures
 from taktline.runtime.introduction import DataCheck, introduce, options_of, whole_model
 from taktline.runtime.microbatch import Batch, Call, Cutter, Feed, merge_chunks
 from taktline.runtime.program import Bound, Failure, bind, channels_of
@@ -35,7 +35,7 @@ from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
 from taktline.runtime.stage_actions import Binding, Drawing, RankRandom, Signatures
 from taktline.runtime.ties import Ties, TieUse
-from taktline.runtime.trace import TraceRecorder, named
+from taktline.runtime.trace import TraceRecorder, run_named
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
 from taktline.stage.names import Blueprint
@@ -122,11 +122,10 @@ class Runner:
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
 
-    def capture(self, graphs: Graphs | None = None) -> None:
-        """Capture programs as CUDA graphs, or with ``graphs``, and replay them."""
-        self._captures = Captures(
-            self._stages, self.device, graphs, dynamic_shapes=self._dynamic_shapes
-        )
+    def capture(self, make_graph: Callable[[], Any] | None = None) -> None:
+        """Capture programs as CUDA graphs, or with ``make_graph``, and replay them."""
+        dynamic = self._dynamic_shapes
+        self._captures = Captures(self._stages, self.device, make_graph, dynamic_shapes=dynamic)
 
     @property
     def captured(self) -> str:
@@ -370,11 +369,11 @@ class Runner:
 
         After a failure, run nothing, but take part, so that the other ranks hear of it.
         """
-        feed, watch, judge = self._feed, self._watch, self.agreement.judge
+        feed, watch, program = self._feed, self._watch, bound.program
         wrapped, recorder = self.replicas.reduces, self.recorder
         # Read once a step: the flag changes when a profiler starts and stops.
         profiled = getattr(profiler, "_is_profiler_enabled", True)
-        observed = nullcontext(named if profiled else None)
+        observed = nullcontext(run_named if profiled else None)
         # Buffers outlive the step, so they must not be made in inference mode.
         with (
             torch.inference_mode(False),
@@ -382,15 +381,20 @@ class Runner:
             torch.autograd.set_multithreading_enabled(False),
             self.replicas.step(finalizes=feed.call.finalizes) if wrapped else nullcontext(),
             nullcontext() if self._drawing is None else self._drawing.step(),
-            recorder.watch(bound, self.transport, profiled) if recorder else observed as wrap,
+            program.step(),
+            recorder.watch(bound, self.transport, profiled) if recorder else observed as observe,
         ):
-            watch.program = bound.program
+            watch.program, program.position = program, 0
+            captures = None if observe else self._captures
+            if failure is None and (captures is None or not captures.replay(kind, bound)):
+                failure = program.run(observe)
+                if failure is not None and (error := failure.error) is not None:
+                    self.agreement.judge(error.__cause__ or error, error)
+                elif failure is None and captures is not None:
+                    captures.note(bound)
             if failure is not None:
-                bound.program.forgo(judge)
-            elif self._captures is None or wrap is not None:
-                failure = bound.program.run(wrap, judge)
-            else:
-                failure = self._captures.run(kind, bound, partial(bound.program.run, wrap, judge))
+                for error in program.forgo():
+                    self.agreement.judge(error)
         watch.program, watch.doing = None, "adds up gradients of tied weights"
         if self._ties.there:
             failure = self._ties.add_up(failure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
@@ -28,15 +28,10 @@ OwnLosses: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | Non
 """A stage's own losses, and their root gradients."""
 
 _NO_LOSS: OwnLosses = ((), ())
+_AS_IT_IS = nullcontext()
 
-Keep: TypeAlias = Callable[[int, Sequence[Any], OwnLosses, SideValues | None], None]
-"""Keeps the stage, results, own losses and side values of a forward, for one backward of all
-stages."""
-
-_Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], SideValues | None]
-"""The values of a forward that its backward needs: root gradients of own losses, side values."""
-
-_NOT_KEPT: _Kept = ((), None)
+_NOT_KEPT: tuple[Sequence[torch.Tensor | None], SideValues | None] = (), None
+"""What B or I needs of a forward: root gradients of its own losses, and its side values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +144,9 @@ class Work:
     """
 
     def __init__(
-        self,
-        binding: Binding,
-        known: Signatures | None,
-        stage: int,
-        ports: Ports,
-        joined: Keep | None = None,
+        self, binding: Binding, known: Signatures | None, stage: int, ports: Ports
     ) -> None:
-        """Without ``known`` signatures, values are checked, and skips go to the last stage.
-
-        With ``joined``, values go to the next stage within the graph.
-        """
+        """Without ``known`` signatures, values are checked, and skips go to the last stage."""
         self._binding = binding
         self._stage = binding.stages[stage]
         self._index = stage
@@ -167,9 +154,10 @@ class Work:
         self.ports = ports
         self._checks = known is None
         self._routes = None if known is None else known.routes
-        self._joined = joined
         self.arrived: Callable[[], object] | None = None
         """Called whenever the values of an action have arrived, while there is a trace."""
+        self.flattens = True
+        """Whether values are handed on as leaves; otherwise as they are, within the graph."""
         self.got: set[str] = set()
         """The names of the skips that the stage has got so far."""
         self._blank = SideValues(self._index, {})
@@ -179,6 +167,20 @@ class Work:
 
     def forward(self, microbatch: int) -> None:
         """F."""
+        inputs, results, (losses, gradients), side = self.compute(microbatch)
+        if self._binding.trains:
+            self._kept[microbatch] = gradients, side
+            roots = [*_differentiable(results), *losses]
+            self._stage.keep(microbatch, _differentiable(inputs), roots)
+
+    def compute(
+        self, microbatch: int
+    ) -> tuple[Sequence[Any], Sequence[Any], OwnLosses, SideValues | None]:
+        """Run the module, and hand its output on.
+
+        Returns what has arrived, what was handed on, the losses of the stage, and its side values,
+        if it has any.
+        """
         side, inputs, ports = self._blank, (), self.ports
         if ports.activations_in is None:
             arguments = self._feed.arguments[microbatch]
@@ -192,30 +194,26 @@ class Work:
             side = SideValues(self._index, skips) if skips else side
         if self._checks:
             _check(self._stage.expected_input, arguments, "input", "input_args")
-        with side:
-            output = self._call(microbatch, arguments)
+        with side, self._seeded(self._index, microbatch):
+            output = self._stage.submod(*arguments, **self._feed.keywords[microbatch])
         if self._binding.check_finite:
             self._require_finite(microbatch, arguments, output, side)
+        values, results, own = as_arguments(output), (), _NO_LOSS
         if self._checks:
-            _check(self._stage.expected_output, as_arguments(output), "output", "output_args")
+            _check(self._stage.expected_output, values, "output", "output_args")
         used = side.used
         if used and side is self._blank:
             self._blank = SideValues(self._index, {})
-        own, results = _NO_LOSS, ()
         if ports.activations_out is None:
             own = self._finish(microbatch, output, side)
         else:
-            results, spec = self._handed_on(output, side)
+            if side.skips:
+                values = with_skips(values, side.skips, self._routes, self._index)
+            results, spec = flatten(values) if self.flattens else (values, None)
             ports.activations_out.give(microbatch, results, spec)
         if used:
             own = self._note(microbatch, side, own)
-        if self._joined is not None:
-            self._joined(self._index, results, own, side if used else None)
-        elif self._binding.trains:
-            losses, gradients = own
-            self._kept[microbatch] = gradients, side if used else None
-            roots = [*_differentiable(results), *losses]
-            self._stage.keep(microbatch, _differentiable(inputs), roots)
+        return inputs, results, own, side if used else None
 
     def backward(self, microbatch: int) -> None:
         """B."""
@@ -229,12 +227,12 @@ class Work:
         """W."""
         uncast(self._stage.device, self._stage.backward_weight, microbatch)
 
-    def _call(self, microbatch: int, arguments: Sequence[Any]) -> Any:
-        keywords, seed = self._feed.keywords[microbatch], self._binding.seed
+    def _seeded(self, part: int, microbatch: int) -> AbstractContextManager[None]:
+        """The random numbers of a stage, or of LOSS, for a micro-batch."""
+        seed = self._binding.seed
         if seed is None:
-            return self._stage.submod(*arguments, **keywords)
-        with seeded((seed, self._feed.call.number, self._index, microbatch), self._stage.device):
-            return self._stage.submod(*arguments, **keywords)
+            return _AS_IT_IS
+        return seeded((seed, self._feed.call.number, part, microbatch), self._stage.device)
 
     def _require_finite(
         self, microbatch: int, arguments: Sequence[Any], output: Any, side: SideValues
@@ -245,13 +243,6 @@ class Work:
             values.append(output)  # otherwise its loss is checked
         _require_finite("the output", values, self._stage, given, masks=True)
         _require_finite("the loss", side.losses, self._stage, given)
-
-    def _handed_on(self, output: Any, side: SideValues) -> Values:
-        """The values for the next stage: the output, and skips that later stages get."""
-        values = as_arguments(output)
-        if side.skips:
-            values = with_skips(values, side.skips, self._routes, self._index)
-        return flatten(values) if self._joined is None else (values, None)
 
     def _finish(self, microbatch: int, output: Any, side: SideValues) -> OwnLosses:
         """Keep the output if wanted, and compute the loss with its root gradient."""
@@ -264,12 +255,9 @@ class Work:
             )
         if loss_fn is None or feed.targets is None:
             return _NO_LOSS
-        target, seed = feed.targets[microbatch], self._binding.seed
-        if seed is None:
+        target = feed.targets[microbatch]
+        with self._seeded(LOSS, microbatch):
             loss = loss_fn(output, target, **feed.call.loss_keywords)
-        else:
-            with seeded((seed, feed.call.number, LOSS, microbatch), self._stage.device):
-                loss = loss_fn(output, target, **feed.call.loss_keywords)
         check_loss(loss, "loss_fn must return")
         scale = feed.scales[microbatch]
         if self._binding.check_finite and scale:

@@ -17,7 +17,7 @@ from taktline.errors import ScheduleError
 from taktline.plan import Action, Costs, Plan, Straggler, Timeline, stragglers
 from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, Rows
-from taktline.runtime.program import Bound, Instruction, Wrap
+from taktline.runtime.program import Bound, Instruction
 from taktline.text import counted
 from taktline.transport import Transport
 
@@ -164,31 +164,27 @@ class TraceRecorder:
         self._arrived: Any = None
 
     @contextmanager
-    def watch(self, bound: Bound, transport: Transport, profiled: bool) -> Iterator[Wrap]:
-        """Record a step; all ranks take part."""
+    def watch(
+        self, bound: Bound, transport: Transport, profiled: bool
+    ) -> Iterator[Callable[[Instruction], None]]:
+        """Record a step; all ranks take part. Its instructions are run by what is yielded."""
         step = self._latest = _Step(bound.plan, *align(transport))
-        stamp, keep = self.clock.stamp, step.stamps.extend
+        stamp = self.clock.stamp
 
         def note() -> None:
             self._arrived = stamp()
 
-        def observed(instruction: Instruction) -> Callable[[], None]:
+        def recorded(instruction: Instruction) -> None:
+            self._arrived, began = None, stamp()
+            run_named(instruction) if profiled else instruction.run()
+            arrived = began if self._arrived is None else self._arrived
             step.actions.append(instruction.action)
-            run = named(instruction) if profiled else instruction.run
-
-            def recorded() -> None:
-                self._arrived = None
-                began = stamp()
-                run()
-                ended = stamp()
-                keep((began, began if self._arrived is None else self._arrived, ended))
-
-            return recorded
+            step.stamps += began, arrived, stamp()
 
         for work in bound.works.values():
             work.arrived = note
         try:
-            yield observed
+            yield recorded
         finally:
             for work in bound.works.values():
                 work.arrived = None
@@ -208,15 +204,10 @@ class TraceRecorder:
             trace.clock_error = max(trace.clock_error, 2 * error / _MS)
 
 
-def named(instruction: Instruction) -> Callable[[], None]:
+def run_named(instruction: Instruction) -> None:
     """Run an instruction in a named range of PyTorch's profiler."""
-    name, run = f"taktline {instruction.action}", instruction.run
-
-    def run_named() -> None:
-        with record_function(name):
-            run()
-
-    return run_named
+    with record_function(f"taktline {instruction.action}"):
+        instruction.run()
 
 
 def _gather(step: _Step, clock: Clock, transport: Transport, ranks: range) -> tuple[Timeline, int]:

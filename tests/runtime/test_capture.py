@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.plan import Action
-from taktline.runtime.capture import Captures, Graph
 from taktline.runtime.capture.buffers import Adding
+from taktline.runtime.capture.captures import Captures
 from taktline.runtime.capture.cuda import is_loop
 from taktline.runtime.capture.state import State
 from taktline.stage import split_backward
@@ -47,9 +47,9 @@ class Graphs:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.fails: Exception | None = None
-        self.make: Callable[[Graphs], Graph] = Again
+        self.make: Callable[[Graphs], Any] = Again
 
-    def __call__(self) -> Graph:
+    def __call__(self) -> Any:
         return self.make(self)
 
 
