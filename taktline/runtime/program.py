@@ -33,7 +33,6 @@ from taktline.runtime.stage_actions import (
     Drawing,
     Handover,
     Ports,
-    RankRandom,
     Signatures,
     Work,
     uncast,
@@ -252,8 +251,6 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
     joined, loop = join(each, binding.stages, works), None
     if drawing and known is not None and binding.trains:
         loop = plain_loop(each, binding, known)
-    if isinstance(drawing, RankRandom):
-        each, joined = (_of_ranks(program, drawing, rank_of) for program in (each, joined))
 
     sends = [out for port in ports.values() for out in (port.activations_out, port.gradients_out)]
     settles = [out.sends.settle_all for out in sends if isinstance(out, Outgoing)]
@@ -307,16 +304,6 @@ def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:
     if action.kind == Kind.UNSHARD:
         return Instruction(action, sync.unshard, sync.forgo_unshard, waits)
     return Instruction(action, sync.reshard, sync.forgo_reshard)
-
-
-def _of_ranks(
-    instructions: Sequence[Instruction], random: RankRandom, rank_of: Sequence[int]
-) -> list[Instruction]:
-    """The same instructions, each of which draws the random numbers of its rank."""
-    return [
-        replace(each, run=partial(random.run, rank_of[each.action.stage], each.run))
-        for each in instructions
-    ]
 
 
 def join(

@@ -33,7 +33,7 @@ from taktline.runtime.microbatch import Batch, Call, Cutter, Feed, merge_chunks
 from taktline.runtime.program import Bound, Failure, bind, channels_of
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
-from taktline.runtime.stage_actions import Binding, Drawing, RankRandom, Signatures
+from taktline.runtime.stage_actions import Binding, Drawing, Signatures
 from taktline.runtime.ties import Ties, TieUse
 from taktline.runtime.trace import TraceRecorder, run_named
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
@@ -78,10 +78,10 @@ class Runner:
     """Which schedule of these ranks it is, by their first steps; 0 before."""
     _model: Blueprint = ()
     """Of the model that the stages were cut from, if it is known."""
-    _random: RankRandom | None = None
-    """The random numbers of all ranks, where they run in this process."""
+    all_ranks = 0
+    """How many ranks there are, where they run in this process, in one thread."""
     _drawing: Drawing | None = None
-    """The same; or finds out whether a single rank draws."""
+    """Finds out whether steps draw random numbers, where all stages run in this thread."""
     _captures: Captures | None = None
     _calls = 0
 
@@ -134,15 +134,13 @@ class Runner:
 
     def run_all_ranks(self, count: int) -> None:
         """Run all ranks of the plan in one thread, where messages are handed over as they are."""
-        self._random = self._drawing = RankRandom(count, self.device)
-        self.transport = Alone()
+        self.all_ranks, self.transport = count, Alone()
 
     @property
     def ranks(self) -> range:
         """The ranks that run in this process."""
-        if self._random is not None:
-            return range(self._random.ranks)
-        return range(self.transport.rank, self.transport.rank + 1)
+        first = self.transport.rank
+        return range(first, first + (self.all_ranks or 1))
 
     @cached_property
     def transport(self) -> Transport:
@@ -169,68 +167,68 @@ class Runner:
 
     def run(self, call: Call) -> Any:
         """Run a batch; returns the outputs where the last stage is. Every rank raises an error."""
-        output = failure = error = None
-        record, data = Record(), (None, None)
-        with self._in_call() as feed:
-            feed.call = call
+        watch = self._watch
+        watch.seconds, watch.program, self._failed = self.stall_after, None, True
+        with self._turn, watch if isinstance(self.transport, Distributed) else nullcontext():
             try:
-                call.check()
-                record, data = self._cut(call, self._check())
-            except Exception as raised:
-                error = located(raised, self.transport)
-            kind = self._agree(call, record, data, error)
-            try:
-                self._weigh(call)
-            except Exception as raised:
-                failure = Failure(located(raised, self.transport))
-            known = self._known.pop(kind, None)
-            bound = known if isinstance(known, Bound) else self._bind(known, call.trains)
-            with self._ties.step(trains=call.trains) if self._ties.there else nullcontext():
-                failure = self._compute(kind, bound, failure)
-                if failure is None:
-                    try:
-                        output = self.merged(feed)
-                    except Exception as raised:
-                        failure = Failure(located(raised, self.transport))
-                got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
-                routes = self.agreement.conclude(failure, "the end of a step", got)
-                bound.program.settle()
-            if self.recorder is not None:
-                self.recorder.keep()
-            if not self._dynamic_shapes:
-                self._remember(kind, bound.learned().along(routes) if known is None else bound)
-            self._failed = False
-            if call.trains:
-                self.stepped_at, self.unreduced = next(updates.times), self._ties.accumulating
+                return self._run(call)
+            except BaseException as raised:  # also Ctrl-C, or a wait in a group that is not ours
+                error = self._abandon(raised)
+                if error is raised:
+                    raise
+                raise error from raised
+
+    def _run(self, call: Call) -> Any:
+        feed, output, failure, error = self._feed, None, None, None
+        record, data, feed.call = Record(), (None, None), call
+        try:
+            call.check()
+            record, data = self._cut(call, self._check())
+        except Exception as raised:
+            error = located(raised, self.transport)
+        kind = self._agree(call, record, data, error)
+        try:
+            self._weigh(call)
+        except Exception as raised:
+            failure = Failure(located(raised, self.transport))
+        known = self._known.pop(kind, None)
+        bound = known if isinstance(known, Bound) else self._bind(known, call.trains)
+        with self._ties.step(trains=call.trains) if self._ties.there else nullcontext():
+            failure = self._compute(kind, bound, failure)
+            if failure is None:
+                try:
+                    output = self.merged(feed)
+                except Exception as raised:
+                    failure = Failure(located(raised, self.transport))
+            got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
+            routes = self.agreement.conclude(failure, "the end of a step", got)
+            bound.program.settle()
+        if self.recorder is not None:
+            self.recorder.keep()
+        if not self._dynamic_shapes:
+            self._remember(kind, bound.learned().along(routes) if known is None else bound)
+        self._failed = False
+        if call.trains:
+            self.stepped_at, self.unreduced = next(updates.times), self._ties.accumulating
         if feed.observed:
             update_all(feed.observed)
         self.loss = hand_over(feed)
         feed.clear()
         return output
 
-    @contextmanager
-    def _in_call(self) -> Iterator[Feed]:
-        """Inside, an error is reported to the other ranks."""
-        self._failed, transport = True, self.transport
-        self._watch.seconds, self._watch.program = self.stall_after, None
-        watched = self._watch if isinstance(transport, Distributed) else nullcontext()
-        with self._turn, watched:
-            try:
-                yield self._feed
-            except BaseException as raised:  # also Ctrl-C, or a wait in a group that is not ours
-                if self._feed.microbatches:  # the ranks have begun
-                    self._forget()
-                self._feed.clear()
-                if not isinstance(transport, Distributed):
-                    raise
-                ours = isinstance(raised, TaktlineError)
-                error = raised if ours else transport.explain(raised) or raised
-                if not ours or raised.recoverable != "step" or transport.verdict is not None:
-                    transport.raised(error, self._watch.where())
-                    transport.mark(error)
-                if error is not raised:
-                    raise error from raised
-                raise
+    def _abandon(self, raised: BaseException) -> BaseException:
+        """Leave a call after an error, of which the other ranks hear; returns the cause."""
+        if self._feed.microbatches:  # the ranks have begun
+            self._forget()
+        self._feed.clear()
+        if not isinstance(transport := self.transport, Distributed):
+            return raised
+        ours = isinstance(raised, TaktlineError)
+        error = raised if ours else transport.explain(raised) or raised
+        if not ours or raised.recoverable != "step" or transport.verdict is not None:
+            transport.raised(error, self._watch.where())
+            transport.mark(error)
+        return error
 
     def _check(self) -> list[str]:
         """Raise if a stage does not fit: all checks before the first step, ties before each.
@@ -342,11 +340,11 @@ class Runner:
             self.transport.plane.in_company |= any(in_company)
         uses = [[TieUse.from_plain(use) for use in rank["ties"]] for rank in ranks]
         channels = ties.find_holders(uses)
-        if self._random is None:
+        if not self.all_ranks:
             channels |= set(channels_of(self.runnable.plan))
         self._channels = sorted(channels)
         self.transport.open(self._channels)
-        if self.transport.size == 1 and self._drawing is None:
+        if self.transport.size == 1:
             self._drawing = Drawing(self.device)
         ties.begin(self.transport, plan.placement.rank_of)
         if self.transport.size > 1 and self.device.type not in _READ_AT_ONCE:

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -50,7 +49,7 @@ class Binding:
     most_sends: int | None
     """How many messages of a rank may be under way; None: any number."""
     drawing: Drawing | None
-    """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
+    """Where all stages run in one thread: finds out whether steps draw random numbers."""
     check_finite: bool = False
     """Whether to raise where a value is not finite."""
     any_order: bool = False
@@ -427,81 +426,15 @@ class Drawing:
         self.draws = False
         """Whether any step has drawn so far."""
 
-    def states(self) -> list[list[torch.Tensor]]:
-        """The state of each generator."""
-        return [[generator.get_state()] for generator in self._generators]
-
     @contextmanager
     def step(self) -> Iterator[None]:
         """Compare the states before and after a step."""
-        begun = self.states()
+        begun = self._states()
         try:
             yield
         finally:
-            pairs = zip(chain(*begun), chain(*self.states()), strict=True)
-            same = all(a is b or torch.equal(a, b) for a, b in pairs)
+            same = all(map(torch.equal, begun, self._states()))
             self.draws = self.draws or not same
 
-
-class RankRandom(Drawing):
-    """Separate random numbers for ranks that share a thread: each draws as in its own process.
-
-    Each rank continues its own numbers. Once the caller draws or seeds, all ranks start from the
-    caller's state.
-
-    >>> random = RankRandom(2, torch.device("cpu"))
-    >>> with random.step():
-    ...     random.switch(1)
-    ...     first = torch.rand(())
-    >>> torch.equal(first, torch.rand(()))
-    True
-    """
-
-    def __init__(self, ranks: int, device: torch.device) -> None:
-        super().__init__(device)
-        self.ranks = ranks
-        # Each generator with its state for each rank; the last state is the caller's.
-        self._states = [(each, [each.get_state()] * (ranks + 1)) for each in self._generators]
-        self._rank = _CALLER
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Inside, ranks draw; afterwards the caller's generators are as before."""
-        for generator, states in self._states:
-            now = generator.get_state()
-            if not torch.equal(now, states[_CALLER]):
-                states[:] = [now] * len(states)
-        with super().step():
-            self.switch(0)  # draws between the ranks count as those of rank 0
-            try:
-                yield
-            finally:
-                self.switch(_CALLER)
-
-    def states(self) -> list[list[torch.Tensor]]:
-        """The states of each generator: one for each rank, and the caller's."""
-        return [list(states) for _, states in self._states]
-
-    def set_states(self, states: list[list[torch.Tensor]]) -> None:
-        """Set all states, unless they are of another number of ranks."""
-        if [len(each) for each in states] == [len(known) for _, known in self._states]:
-            for (_, known), each in zip(self._states, states, strict=True):
-                known[:] = each
-
-    def run(self, rank: int, run: Callable[[], None]) -> None:
-        """Run something with the numbers of a rank."""
-        if rank != self._rank:
-            self.switch(rank)
-        run()
-
-    def switch(self, rank: int) -> None:
-        """Draw for another rank from now on."""
-        # Always: to compare the states would take longer.
-        for generator, states in self._states:
-            states[self._rank] = generator.get_state()
-            generator.set_state(states[rank])
-        self._rank = rank
-
-
-_CALLER = -1
-"""Stands for the caller's own numbers, among those of the ranks."""
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]

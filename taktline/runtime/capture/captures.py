@@ -16,7 +16,6 @@ from taktline.runtime.capture.buffers import Adding, Buffers, Static
 from taktline.runtime.capture.cuda import CudaGraphs, Streams, is_loop
 from taktline.runtime.capture.state import State
 from taktline.runtime.program import Bound, bind
-from taktline.runtime.stage_actions import Drawing, RankRandom
 from taktline.stage import PipelineStage
 from taktline.stage.stage import parameters_of
 from taktline.text import counted
@@ -188,13 +187,11 @@ class Captures:
         if not buffers.fit(self._buffers, entry.touched):
             self._drop_gradients()
             buffers.make(self._buffers, entry.touched)
-        feed, drawing = bound.binding.feed, bound.binding.drawing
+        feed = bound.binding.feed
         static = Static(feed, self._device)
         static.fill(feed, buffers.leaves_of(feed)[0])
-        if isinstance(drawing, RankRandom):
-            drawing = Drawing(self._device)  # no rank draws, so they need no numbers
-        changes = {"feed": static.feed, "drawing": drawing, "any_order": entry.any_order}
-        program = bind(replace(bound.binding, **changes), bound.known).program
+        binding = replace(bound.binding, feed=static.feed, any_order=entry.any_order)
+        program = bind(binding, bound.known).program
         several = entry.any_order and is_loop([each.action for each in program.quickest])
 
         def run() -> None:
@@ -254,8 +251,6 @@ def _refusal(bound: Bound) -> str | None:
         return "a seed is set before each forward, which a replay would not do; leave it out"
     if isinstance(binding.transport, LocalTransport):
         return "ranks are threads, which wait for each other in the middle of a step"
-    if isinstance(binding.drawing, RankRandom) and binding.drawing.draws:
-        return "ranks that share a process draw random numbers of their own; use one rank"
     return None
 
 
