@@ -30,7 +30,6 @@ from taktline.runtime.ports import FirstIncoming, Outgoing, PeerFailed, ports_of
 from taktline.runtime.runnable_plan import merged
 from taktline.runtime.stage_actions import (
     Binding,
-    Drawing,
     Handover,
     Ports,
     Signatures,
@@ -82,19 +81,15 @@ class Program:
         rank_of: Sequence[int],
         instructions: Sequence[Instruction],
         settles: Iterable[Callable[[], None]],
-        quicker: Sequence[Instruction] | None = None,
-        drawing: Drawing | None = None,
-        loop: Sequence[Instruction] | None = None,
+        quickest: Sequence[Instruction] | None = None,
     ) -> None:
         """``rank_of`` has the rank of each stage; ``settles`` wait for all sends.
 
-        ``quicker`` are equal instructions, for steps that nobody observes; so is the ``loop``, but
-        for steps without random numbers: these depend on the order.
+        ``quickest`` are fewer, equal instructions, for steps whose actions nobody observes.
         """
         self._rank_of = rank_of
         self._each = self._instructions = instructions
-        self._quicker = instructions if quicker is None else quicker
-        self._drawing, self._loop = drawing, loop
+        self.quickest = instructions if quickest is None else quickest
         self._settles = list(settles)
         self.position = 0
         """The instruction that is running."""
@@ -104,13 +99,6 @@ class Program:
         """The instruction that is running; None after the last."""
         left = self._instructions[self.position :]
         return left[0] if left else None
-
-    @property
-    def quickest(self) -> Sequence[Instruction]:
-        """The instructions of a step that nobody observes."""
-        if self._loop is None or self._drawing is None or self._drawing.draws:
-            return self._quicker
-        return self._loop
 
     def step(self) -> AbstractContextManager[None]:
         """A block for the run and what follows it."""
@@ -239,23 +227,23 @@ class Bound:
 
 def bind(binding: Binding, known: Signatures | None) -> Bound:
     """The program of this process; without known signatures each message describes itself."""
-    rank_of, drawing = binding.plan.placement.rank_of, binding.drawing
+    rank_of, alone = binding.plan.placement.rank_of, binding.alone
     ports = ports_of(binding, known)
     works = {index: Work(binding, known, index, ports[index]) for index in binding.stages}
-    rows = merged(binding.plan) if drawing else binding.plan.rows_of(binding.transport.rank)
+    rows = merged(binding.plan) if alone else binding.plan.rows_of(binding.transport.rank)
     each = [
         instruction
         for row in range(len(rows))
         if (instruction := _instruction(rows.leaf(row), binding.stages, works, ports, rank_of))
     ]
-    joined, loop = join(each, binding.stages, works), None
-    if drawing and known is not None and binding.trains:
+    loop = None
+    if alone and known is not None and binding.trains and not binding.draws:
         loop = plain_loop(each, binding, known)
+    quickest = loop or join(each, binding.stages, works)
 
     sends = [out for port in ports.values() for out in (port.activations_out, port.gradients_out)]
     settles = [out.sends.settle_all for out in sends if isinstance(out, Outgoing)]
-    program = Program(rank_of, each, settles, joined, drawing, loop)
-    return Bound(program, works, ports, binding, known)
+    return Bound(Program(rank_of, each, settles, quickest), works, ports, binding, known)
 
 
 def _instruction(

@@ -33,7 +33,7 @@ from taktline.runtime.microbatch import Batch, Call, Cutter, Feed, merge_chunks
 from taktline.runtime.program import Bound, Failure, bind, channels_of
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
-from taktline.runtime.stage_actions import Binding, Drawing, Signatures
+from taktline.runtime.stage_actions import Binding, Signatures, random_states
 from taktline.runtime.ties import Ties, TieUse
 from taktline.runtime.trace import TraceRecorder, run_named
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
@@ -80,8 +80,8 @@ class Runner:
     """Of the model that the stages were cut from, if it is known."""
     all_ranks = 0
     """How many ranks there are, where they run in this process, in one thread."""
-    _drawing: Drawing | None = None
-    """Finds out whether steps draw random numbers, where all stages run in this thread."""
+    _draws = False
+    """Whether a first step has drawn random numbers, where all stages run in this thread."""
     _captures: Captures | None = None
     _calls = 0
 
@@ -194,7 +194,10 @@ class Runner:
         known = self._known.pop(kind, None)
         bound = known if isinstance(known, Bound) else self._bind(known, call.trains)
         with self._ties.step(trains=call.trains) if self._ties.there else nullcontext():
+            states = random_states(self.device) if known is None else []
             failure = self._compute(kind, bound, failure)
+            if states:
+                self._draws |= not all(map(torch.equal, states, random_states(self.device)))
             if failure is None:
                 try:
                     output = self.merged(feed)
@@ -344,8 +347,6 @@ class Runner:
             channels |= set(channels_of(self.runnable.plan))
         self._channels = sorted(channels)
         self.transport.open(self._channels)
-        if self.transport.size == 1:
-            self._drawing = Drawing(self.device)
         ties.begin(self.transport, plan.placement.rank_of)
         if self.transport.size > 1 and self.device.type not in _READ_AT_ONCE:
             self.agreement.relay = LossRelay(self.transport, rank_of, self.device)
@@ -378,7 +379,6 @@ class Runner:
             torch.set_grad_enabled(feed.call.trains),
             torch.autograd.set_multithreading_enabled(False),
             self.replicas.step(finalizes=feed.call.finalizes) if wrapped else nullcontext(),
-            nullcontext() if self._drawing is None else self._drawing.step(),
             program.step(),
             recorder.watch(bound, self.transport, profiled) if recorder else observed as observe,
         ):
@@ -435,7 +435,8 @@ class Runner:
             trains,
             sends_may_wait=not trains or self.runnable.sends_may_wait,
             most_sends=self._limits.max_outstanding_sends,
-            drawing=self._drawing,
+            alone=self.transport.size == 1,
+            draws=self._draws,
             check_finite=self.check_finite,
         )
 

@@ -48,8 +48,10 @@ class Binding:
     """Whether the plan cannot deadlock where a send waits until its receive is posted."""
     most_sends: int | None
     """How many messages of a rank may be under way; None: any number."""
-    drawing: Drawing | None
-    """Where all stages run in one thread: finds out whether steps draw random numbers."""
+    alone: bool
+    """Whether all stages run in this thread."""
+    draws: bool
+    """Whether a first step has drawn random numbers: these depend on the order of actions."""
     check_finite: bool = False
     """Whether to raise where a value is not finite."""
     any_order: bool = False
@@ -414,27 +416,9 @@ def seeded(key: tuple[int, int, int, int], device: torch.device) -> Iterator[Non
         yield
 
 
-class Drawing:
-    """Finds out whether steps draw random numbers."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
-        self.draws = False
-        """Whether any step has drawn so far."""
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Compare the states before and after a step."""
-        begun = self._states()
-        try:
-            yield
-        finally:
-            same = all(map(torch.equal, begun, self._states()))
-            self.draws = self.draws or not same
-
-    def _states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that stages draw from."""
+    states = [torch.default_generator.get_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
