@@ -82,7 +82,8 @@ class Runner:
     """How many ranks there are, where they run in this process, in one thread."""
     _draws = False
     """Whether a first step has drawn random numbers, where all stages run in this thread."""
-    _captures: Captures | None = None
+    captures: Captures | None = None
+    """Captures programs, and replays them."""
     _calls = 0
 
     def __init__(
@@ -121,16 +122,6 @@ class Runner:
         self._feed = Feed()
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
-
-    def capture(self, make_graph: Callable[[], Any] | None = None) -> None:
-        """Capture programs as CUDA graphs, or with ``make_graph``, and replay them."""
-        dynamic = self._dynamic_shapes
-        self._captures = Captures(self._stages, self.device, make_graph, dynamic_shapes=dynamic)
-
-    @property
-    def captured(self) -> str:
-        """The captured programs, as text; empty without captures."""
-        return "" if self._captures is None else str(self._captures)
 
     def run_all_ranks(self, count: int) -> None:
         """Run all ranks of the plan in one thread, where messages are handed over as they are."""
@@ -383,7 +374,7 @@ class Runner:
             recorder.watch(bound, self.transport, profiled) if recorder else observed as observe,
         ):
             watch.program, program.position = program, 0
-            captures = None if observe else self._captures
+            captures = None if observe else self.captures
             if failure is None and (captures is None or not captures.replay(kind, bound)):
                 failure = program.run(observe)
                 if failure is not None and (error := failure.error) is not None:
@@ -415,8 +406,8 @@ class Runner:
         """Drop the running step after a failure, and all that may be wrong because of it."""
         self._feed.clear()
         self._known.clear()
-        if self._captures is not None:
-            self._captures.forget()
+        if self.captures is not None:
+            self.captures.forget()
         for stage in self._stages:
             stage.clear()
 

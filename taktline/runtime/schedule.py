@@ -12,6 +12,7 @@ import torch
 from taktline.checks import check, check_callable, check_list, known_keywords, refuse
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Kind, Plan, build, find, read
+from taktline.runtime.capture.captures import Captures
 from taktline.runtime.microbatch import Batch, Call, Cutter, LossWeights
 from taktline.runtime.runnable_plan import Limits
 from taktline.runtime.runner import Runner
@@ -109,7 +110,9 @@ class Schedule:
         if check("cuda_graphs", cuda_graphs, bool):
             if check_finite:
                 raise ScheduleError("a CUDA graph cannot check values: leave out check_finite")
-            self._runner.capture()
+            self._runner.captures = Captures(
+                self._stages, self._runner.device, dynamic_shapes=dynamic_shapes
+            )
 
     @property
     def stall_after(self) -> float | None:
@@ -311,11 +314,11 @@ class _Named(Schedule):
             cls._plan_name, _CLASSES[plan] = plan, cls
 
     def _begin(self, stages: list[PipelineStage], count: int, *given: Any, **options: Any) -> None:
-        def plan(ranks: int) -> Plan:
-            return self._plan(self._stages[0].num_stages, count, ranks)
+        options |= {"name": type(self).__name__, "make_plan": self._make_plan}
+        super().__init__(stages, count, *given, **options)
 
-        name = type(self).__name__
-        super().__init__(stages, count, *given, name=name, make_plan=plan, **options)
+    def _make_plan(self, ranks: int) -> Plan:
+        return self._plan(self._stages[0].num_stages, self._n_microbatches, ranks)
 
     @classmethod
     def _plan(cls, num_stages: int, microbatches: int, ranks: int) -> Plan:

@@ -53,6 +53,12 @@ class Graphs:
         return self.make(self)
 
 
+def capture(schedule: Any, graphs: Graphs) -> None:
+    """Let a schedule capture its steps with these graphs."""
+    runner = schedule._runner
+    runner.captures = Captures(schedule._stages, runner.device, graphs)
+
+
 class Stage(nn.Module):
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -98,7 +104,7 @@ class Pair:
         self.plain = tl.Pipeline(copy.deepcopy(made), **options)
         self.pipe = tl.Pipeline(made, cuda_graphs=device != "cpu", **options)
         if device == "cpu":
-            self.pipe._built.schedule._runner.capture(self.graphs)
+            capture(self.pipe._built.schedule, self.graphs)
 
     @property
     def both(self) -> tuple[tl.Pipeline, tl.Pipeline]:
@@ -505,7 +511,7 @@ def tied_pipelines(device: str = "cpu") -> list[tl.Pipeline]:
 
 def test_tied_weights() -> None:
     pipes, graphs = tied_pipelines(), Graphs()
-    pipes[0]._built.schedule._runner.capture(graphs)
+    capture(pipes[0]._built.schedule, graphs)
     compare_tied(pipes)
     assert graphs.log == ["capture", *["replay"] * 4]
 
@@ -618,7 +624,7 @@ def test_ranks_that_are_threads_run_eagerly() -> None:
         graphs, x = Graphs(), torch.ones(4, WIDTH)
         stage = tl.PipelineStage(Stage(), rank, 2, torch.device("cpu"))
         schedule = tl.Schedule1F1B(stage, 2, nn.functional.mse_loss)
-        schedule._runner.capture(graphs)
+        capture(schedule, graphs)
         for _ in range(5):
             schedule.step(x, target=x)
         return graphs.log
