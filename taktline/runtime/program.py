@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,16 +79,20 @@ class Program:
 
     def __init__(
         self,
-        rank_of: Sequence[int],
+        binding: Binding,
         instructions: Sequence[Instruction],
-        settles: Iterable[Callable[[], None]],
+        settles: Iterable[Callable[[], None]] = (),
+        *,
         quickest: Sequence[Instruction] | None = None,
+        works: Mapping[int, Work] = MappingProxyType({}),
+        known: Signatures | None = None,
     ) -> None:
-        """``rank_of`` has the rank of each stage; ``settles`` wait for all sends.
+        """The ``settles`` wait for all sends.
 
-        ``quickest`` are fewer, equal instructions, for steps whose actions nobody observes.
+        ``quickest`` are fewer, equal instructions, for steps whose actions nobody observes. The
+        ``works`` have the signatures ``known``; None: they learn them.
         """
-        self._rank_of = rank_of
+        self.binding, self.works, self.known = binding, works, known
         self._each = self._instructions = instructions
         self.quickest = instructions if quickest is None else quickest
         self._settles = list(settles)
@@ -165,10 +170,22 @@ class Program:
         for settle in self._settles:
             settle()
 
+    def learned(self) -> Signatures:
+        """The signatures that a first run has found."""
+        arriving, leaving = dict[int, list[Signature]](), dict[int, list[Signature]]()
+        for stage, work in self.works.items():
+            ports = work.ports
+            sides = (arriving, ports.activations_in), (leaving, ports.activations_out)
+            for table, port in sides:
+                if isinstance(port, FirstIncoming | Outgoing):
+                    count = self.binding.plan.microbatches
+                    table[stage] = [port.learned[m] for m in range(count)]
+        return Signatures(arriving, leaving)
+
     def _located(self, error: Exception) -> StageError:
         """An error of the running instruction, with its place."""
         running = self._instructions[min(self.position, len(self._instructions) - 1)].running
-        rank = self._rank_of[running.stage]
+        rank = self.binding.plan.placement.rank_of[running.stage]
         return stage_error(error, rank, running.stage, running.microbatch, str(running))
 
 
@@ -197,35 +214,7 @@ def channels_of(plan: Plan) -> list[Channel]:
     return sorted(forward | {Channel(b, a, True) for a, b in pairs})
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A program with its stage actions."""
-
-    program: Program
-    works: Mapping[int, Work]
-    ports: Mapping[int, Ports]
-    """The ports of the stages."""
-    binding: Binding
-    known: Signatures | None
-    """The signatures that the program was made for; None: it learns them."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that it runs."""
-        return self.binding.plan
-
-    def learned(self) -> Signatures:
-        """The signatures that a first run has found."""
-        arriving, leaving = dict[int, list[Signature]](), dict[int, list[Signature]]()
-        for stage, ports in self.ports.items():
-            sides = (arriving, ports.activations_in), (leaving, ports.activations_out)
-            for table, port in sides:
-                if isinstance(port, FirstIncoming | Outgoing):
-                    table[stage] = [port.learned[m] for m in range(self.plan.microbatches)]
-        return Signatures(arriving, leaving)
-
-
-def bind(binding: Binding, known: Signatures | None) -> Bound:
+def bind(binding: Binding, known: Signatures | None) -> Program:
     """The program of this process; without known signatures each message describes itself."""
     rank_of, alone = binding.plan.placement.rank_of, binding.alone
     ports = ports_of(binding, known)
@@ -243,7 +232,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
 
     sends = [out for port in ports.values() for out in (port.activations_out, port.gradients_out)]
     settles = [out.sends.settle_all for out in sends if isinstance(out, Outgoing)]
-    return Bound(Program(rank_of, each, settles, quickest), works, ports, binding, known)
+    return Program(binding, each, settles, quickest=quickest, works=works, known=known)
 
 
 def _instruction(

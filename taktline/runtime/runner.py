@@ -30,7 +30,7 @@ from taktline.runtime.agreement import (
 from taktline.runtime.capture.captures import Captures
 from taktline.runtime.introduction import DataCheck, introduce, options_of, whole_model
 from taktline.runtime.microbatch import Batch, Call, Cutter, Feed, merge_chunks
-from taktline.runtime.program import Bound, Failure, bind, channels_of
+from taktline.runtime.program import Failure, Program, bind, channels_of
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
 from taktline.runtime.stage_actions import Binding, Signatures, random_states
@@ -120,7 +120,7 @@ class Runner:
         self._channels: list[Channel] = []
         self._data = DataCheck(self.device)
         self._feed = Feed()
-        self._known: dict[tuple[int, ...], Signatures | Bound] = {}
+        self._known: dict[tuple[int, ...], Signatures | Program] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
 
     def run_all_ranks(self, count: int) -> None:
@@ -183,10 +183,10 @@ class Runner:
         except Exception as raised:
             failure = Failure(located(raised, self.transport))
         known = self._known.pop(kind, None)
-        bound = known if isinstance(known, Bound) else self._bind(known, call.trains)
+        program = known if isinstance(known, Program) else self._bind(known, call.trains)
         with self._ties.step(trains=call.trains) if self._ties.there else nullcontext():
             states = random_states(self.device) if known is None else []
-            failure = self._compute(kind, bound, failure)
+            failure = self._compute(kind, program, failure)
             if states:
                 self._draws |= not all(map(torch.equal, states, random_states(self.device)))
             if failure is None:
@@ -194,13 +194,13 @@ class Runner:
                     output = self.merged(feed)
                 except Exception as raised:
                     failure = Failure(located(raised, self.transport))
-            got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
+            got = {index: sorted(work.got) for index, work in program.works.items() if work.got}
             routes = self.agreement.conclude(failure, "the end of a step", got)
-            bound.program.settle()
+            program.settle()
         if self.recorder is not None:
             self.recorder.keep()
         if not self._dynamic_shapes:
-            self._remember(kind, bound.learned().along(routes) if known is None else bound)
+            self._remember(kind, program.learned().along(routes) if known is None else program)
         self._failed = False
         if call.trains:
             self.stepped_at, self.unreduced = next(updates.times), self._ties.accumulating
@@ -353,13 +353,13 @@ class Runner:
         self._warned = weigh(feed, self.cutter, warned=self._warned)
 
     def _compute(
-        self, kind: tuple[int, ...], bound: Bound, failure: Failure | None
+        self, kind: tuple[int, ...], program: Program, failure: Failure | None
     ) -> Failure | None:
         """Run a program; returns its failure.
 
         After a failure, run nothing, but take part, so that the other ranks hear of it.
         """
-        feed, watch, program = self._feed, self._watch, bound.program
+        feed, watch = self._feed, self._watch
         wrapped, recorder = self.replicas.reduces, self.recorder
         # Read once a step: the flag changes when a profiler starts and stops.
         profiled = getattr(profiler, "_is_profiler_enabled", True)
@@ -371,16 +371,16 @@ class Runner:
             torch.autograd.set_multithreading_enabled(False),
             self.replicas.step(finalizes=feed.call.finalizes) if wrapped else nullcontext(),
             program.step(),
-            recorder.watch(bound, self.transport, profiled) if recorder else observed as observe,
+            recorder.watch(program, self.transport, profiled) if recorder else observed as observe,
         ):
             watch.program, program.position = program, 0
             captures = None if observe else self.captures
-            if failure is None and (captures is None or not captures.replay(kind, bound)):
+            if failure is None and (captures is None or not captures.replay(kind, program)):
                 failure = program.run(observe)
                 if failure is not None and (error := failure.error) is not None:
                     self.agreement.judge(error.__cause__ or error, error)
                 elif failure is None and captures is not None:
-                    captures.note(bound)
+                    captures.note(program)
             if failure is not None:
                 for error in program.forgo():
                     self.agreement.judge(error)
@@ -411,7 +411,7 @@ class Runner:
         for stage in self._stages:
             stage.clear()
 
-    def _bind(self, known: Signatures | None, trains: bool) -> Bound:
+    def _bind(self, known: Signatures | None, trains: bool) -> Program:
         return bind(self._binding(trains), known)
 
     def _binding(self, trains: bool) -> Binding:
@@ -431,7 +431,7 @@ class Runner:
             check_finite=self.check_finite,
         )
 
-    def _remember(self, kind: tuple[int, ...], known: Signatures | Bound) -> None:
+    def _remember(self, kind: tuple[int, ...], known: Signatures | Program) -> None:
         # Put last, so that the first one is always the longest unused.
         self._known[kind] = known
         if len(self._known) > _REMEMBERED:

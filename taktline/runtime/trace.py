@@ -17,7 +17,7 @@ from taktline.errors import ScheduleError
 from taktline.plan import Action, Costs, Plan, Straggler, Timeline, stragglers
 from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, Rows
-from taktline.runtime.program import Bound, Instruction
+from taktline.runtime.program import Instruction, Program
 from taktline.text import counted
 from taktline.transport import Transport
 
@@ -155,10 +155,10 @@ class TraceRecorder:
 
     @contextmanager
     def watch(
-        self, bound: Bound, transport: Transport, profiled: bool
+        self, program: Program, transport: Transport, profiled: bool
     ) -> Iterator[Callable[[Instruction], None]]:
         """Record a step; all ranks take part. Its instructions are run by what is yielded."""
-        step = self._latest = _Step(bound.plan, *align(transport))
+        step = self._latest = _Step(program.binding.plan, *align(transport))
         stamp = self.clock.stamp
 
         def note() -> None:
@@ -171,12 +171,12 @@ class TraceRecorder:
             step.actions.append(instruction.action)
             step.stamps += began, arrived, stamp()
 
-        for work in bound.works.values():
+        for work in program.works.values():
             work.arrived = note
         try:
             yield recorded
         finally:
-            for work in bound.works.values():
+            for work in program.works.values():
                 work.arrived = None
 
     def keep(self) -> None:

@@ -28,6 +28,7 @@ from taktline.errors import CallOrderError, ScheduleError
 from taktline.plan import Action, Kind
 from taktline.pytree import tree_leaves
 from taktline.runtime.program import Instruction, Program
+from taktline.runtime.stage_actions import Binding
 
 Order = Mapping[int, Sequence[Any]]
 """Actions by rank; a None is a rank that waits."""
@@ -280,8 +281,8 @@ def _as_planned(action: Any) -> Action:
 class CallProgram(Program):
     """The calls of a step; gradients of earlier steps are set aside, and added at the end."""
 
-    def __init__(self, calls: Calls, rank_of: Sequence[int]) -> None:
-        super().__init__(rank_of, [*calls.instructions()], [calls.settle_all])
+    def __init__(self, calls: Calls, binding: Binding) -> None:
+        super().__init__(binding, [*calls.instructions()], [calls.settle_all])
         self._calls = calls
 
     @contextmanager

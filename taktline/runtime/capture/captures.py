@@ -15,7 +15,7 @@ from taktline.runtime.capture import buffers
 from taktline.runtime.capture.buffers import Adding, Buffers, Static
 from taktline.runtime.capture.cuda import CudaGraphs, Streams, is_loop
 from taktline.runtime.capture.state import State
-from taktline.runtime.program import Bound, bind
+from taktline.runtime.program import Program, bind
 from taktline.stage import PipelineStage
 from taktline.stage.stage import parameters_of
 from taktline.text import counted
@@ -93,29 +93,29 @@ class Captures:
         self._warming: tuple[_Entry, State, list[tuple[nn.Parameter, Any, int]]] | None = None
         """If the running step warms up: its kind, and what was there before."""
 
-    def replay(self, key: Hashable, bound: Bound) -> bool:
+    def replay(self, key: Hashable, program: Program) -> bool:
         """Run a step by a replay; False: it must run eagerly, before :meth:`note` is called.
 
         ``key`` is the kind that the ranks have agreed on.
         """
-        self._warming, feed = None, bound.binding.feed
+        self._warming, feed = None, program.binding.feed
         leaves, structure = buffers.leaves_of(feed)
-        state = State(self._stages, bound.binding.loss_fn)
+        state = State(self._stages, program.binding.loss_fn)
         reason = (
             self._refusal
-            or _refusal(bound)
+            or _refusal(program)
             or buffers.refusal_of(leaves, self._device)
             or state.refusal
         )
         if reason is not None:
             self._warn(reason)
-        if reason is not None or bound.known is None:  # the first step finds the signatures
+        if reason is not None or program.known is None:  # the first step finds the signatures
             return False
         kind = key, structure, buffers.kind_of(feed, leaves)
         if kind not in self._entries and len(self._entries) >= _KINDS:
             self._warn(f"there are more than {_KINDS} kinds of steps; the rest runs eagerly")
             return False
-        entry = self._entries.setdefault(kind, _Entry(_name(bound)))
+        entry = self._entries.setdefault(kind, _Entry(_name(program)))
         if entry.refusal is None:
             self._check(entry, state)
         if entry.refusal is None and entry.graph is None:
@@ -123,10 +123,10 @@ class Captures:
                 gradients = [
                     (p, p.grad, getattr(p.grad, "_version", 0)) for p in self._parameters()
                 ]
-                before = State(self._stages, bound.binding.loss_fn, deep=True)
+                before = State(self._stages, program.binding.loss_fn, deep=True)
                 self._warming = entry, before, gradients
                 return False
-            self._capture(entry, bound, state)
+            self._capture(entry, program, state)
         if entry.graph is None:
             return False
         entry.static.fill(feed, leaves)
@@ -156,12 +156,12 @@ class Captures:
         for entry in self._entries.values():
             entry.graph = None
 
-    def note(self, bound: Bound) -> None:
+    def note(self, program: Program) -> None:
         """Look at what a step has changed that has run eagerly, if it warms up."""
         if self._warming is None:
             return
         entry, before, gradients = self._warming
-        loss_fn, observed = bound.binding.loss_fn, bound.binding.feed.observed
+        loss_fn, observed = program.binding.loss_fn, program.binding.feed.observed
         self._warming, after = None, State(self._stages, loss_fn, deep=True)
         entry.touched = [
             p
@@ -181,25 +181,25 @@ class Captures:
         elif any(p.grad is not None and p.grad.layout != torch.strided for p in entry.touched):
             self._refuse(entry, "there are sparse gradients")
 
-    def _capture(self, entry: _Entry, bound: Bound, state: State) -> None:
+    def _capture(self, entry: _Entry, program: Program, state: State) -> None:
         """Capture a program, or refuse it."""
         buffers.make(self._buffers, entry.touched)
         if not buffers.fit(self._buffers, entry.touched):
             self._drop_gradients()
             buffers.make(self._buffers, entry.touched)
-        feed = bound.binding.feed
+        feed = program.binding.feed
         static = Static(feed, self._device)
         static.fill(feed, buffers.leaves_of(feed)[0])
-        binding = replace(bound.binding, feed=static.feed, any_order=entry.any_order)
-        program = bind(binding, bound.known).program
-        several = entry.any_order and is_loop([each.action for each in program.quickest])
+        binding = replace(program.binding, feed=static.feed, any_order=entry.any_order)
+        captured = bind(binding, program.known)
+        several = entry.any_order and is_loop([each.action for each in captured.quickest])
 
         def run() -> None:
             static.begin()
             mine = {p: self._buffers[p] for p in entry.touched}
             with Adding(self._parameters(), mine).instead() as adding:
                 streams = Streams(self._device, adding, several=several)
-                program.run_alone(streams.enter, adding.take_all)
+                captured.run_alone(streams.enter, adding.take_all)
                 streams.join()
                 entry.streams = streams.count
 
@@ -212,7 +212,7 @@ class Captures:
                 stage.clear()
             kind = "" if isinstance(error, TaktlineError) else f"{type(error).__name__}: "
             self._refuse(entry, f"{kind}{text_of(error)}")
-        changed = state.difference(State(self._stages, bound.binding.loss_fn))
+        changed = state.difference(State(self._stages, program.binding.loss_fn))
         if changed is not None:
             error = ScheduleError(
                 f"{changed} was changed by a forward that is captured as a CUDA graph, but not by "
@@ -244,9 +244,9 @@ class Captures:
         return "\n  ".join(["CUDA graphs:", *(lines or ["no step has run"])])
 
 
-def _refusal(bound: Bound) -> str | None:
+def _refusal(program: Program) -> str | None:
     """Why a program cannot be captured, whatever its stages and batch; None if it can."""
-    binding = bound.binding
+    binding = program.binding
     if binding.seed is not None:
         return "a seed is set before each forward, which a replay would not do; leave it out"
     if isinstance(binding.transport, LocalTransport):
@@ -254,7 +254,10 @@ def _refusal(bound: Bound) -> str | None:
     return None
 
 
-def _name(bound: Bound) -> str:
-    call = "step()" if bound.binding.trains else "eval()"
-    rows, parts = bound.binding.feed.rows, counted(bound.plan.microbatches, "micro-batch")
+def _name(program: Program) -> str:
+    call = "step()" if program.binding.trains else "eval()"
+    rows, parts = (
+        program.binding.feed.rows,
+        counted(program.binding.plan.microbatches, "micro-batch"),
+    )
     return f"{call} with {counted(rows, 'row')} in {parts}" if rows else f"{call} with {parts}"
