@@ -17,7 +17,6 @@ from taktline.plan import Plan
 from taktline.runtime.microbatch import Feed
 from taktline.side_values import SideValues, check_loss, with_skips, without_skips
 from taktline.stage import PipelineStage
-from taktline.stage.names import named_parameters
 from taktline.transport import Transport
 
 Values: TypeAlias = tuple[Sequence[Any], pytree.TreeSpec | None]
@@ -198,7 +197,11 @@ class Work:
         with side, self._seeded(self._index, microbatch):
             output = self._stage.submod(*arguments, **self._feed.keywords[microbatch])
         if self._binding.check_finite:
-            self._require_finite(microbatch, arguments, output, side)
+            made = [skip.value for skip in side.skips.values() if skip.stage == self._index]
+            if ports.activations_out is not None or self._feed.targets is None:
+                made.append(output)  # otherwise its loss is checked
+            _require_finite("the output", made, masks=True)
+            _require_finite("the loss", side.losses)
         values, results, own = as_arguments(output), (), _NO_LOSS
         if self._checks:
             _check(self._stage.expected_output, values, "output", "output_args")
@@ -235,16 +238,6 @@ class Work:
             return _AS_IT_IS
         return seeded((seed, self._feed.call.number, part, microbatch), self._stage.device)
 
-    def _require_finite(
-        self, microbatch: int, arguments: Sequence[Any], output: Any, side: SideValues
-    ) -> None:
-        given = arguments, self._feed.keywords[microbatch]
-        values = [skip.value for skip in side.skips.values() if skip.stage == self._index]
-        if self.ports.activations_out is not None or self._feed.targets is None:
-            values.append(output)  # otherwise its loss is checked
-        _require_finite("the output", values, self._stage, given, masks=True)
-        _require_finite("the loss", side.losses, self._stage, given)
-
     def _finish(self, microbatch: int, output: Any, side: SideValues) -> OwnLosses:
         """Keep the output if wanted, and compute the loss with its root gradient."""
         feed, loss_fn = self._feed, self._binding.loss_fn
@@ -262,7 +255,7 @@ class Work:
         check_loss(loss, "loss_fn must return")
         scale = feed.scales[microbatch]
         if self._binding.check_finite and scale:
-            _require_finite("the loss", loss, self._stage, (output, target))
+            _require_finite("the loss", loss)
         if feed.call.wants_losses:
             feed.losses[microbatch] = _value(loss)
         if not self._binding.trains:
@@ -357,28 +350,11 @@ def _check(expected: Signature | None, arguments: Sequence[Any], name: str, give
         raise expected.misfit(flatten(arguments)[0], text)
 
 
-def _require_finite(
-    what: str, value: Any, stage: PipelineStage, given: Any, *, masks: bool = False
-) -> None:
-    """Raise if a value of a stage is not finite; the program adds the stage and the micro-batch.
+def _require_finite(what: str, value: Any, *, masks: bool = False) -> None:
+    """Raise if a value of a stage is not finite; waits for a GPU.
 
     With ``masks``, tensors without a gradient may be infinite.
     """
-    text = _faults(value, masks=masks)
-    if not text:
-        return
-    cause = "the parameters of the stage, and what it was given, are finite"
-    if wrong := _faults(given, masks=not stage.is_first):
-        cause = f"what it was computed from has {wrong}: look at the batch"
-    for name, parameter in named_parameters(stage.submod).items():
-        if wrong := _faults(parameter):
-            cause = f"parameter {name} has {wrong}, from before this step: load a checkpoint"
-            break
-    raise FloatingPointError(f"{what} has {text}; {cause}")
-
-
-def _faults(value: Any, *, masks: bool = False) -> str:
-    """What is wrong with the first tensor that is not finite, in words; waits for a GPU."""
     for tensor in pytree.tree_leaves(value):
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -391,8 +367,11 @@ def _faults(value: Any, *, masks: bool = False) -> str:
         wrong = nan if masks and not tensor.requires_grad else ~torch.isfinite(numbers)
         if bool(wrong.any()):
             kind = "nan" if bool(nan.any()) else "inf"
-            return f"{kind} ({int(wrong.sum()):,} of {numbers.numel():,} numbers)"
-    return ""
+            raise FloatingPointError(
+                f"{what} has {kind} ({int(wrong.sum()):,} of {numbers.numel():,} numbers), and "
+                "earlier stages gave none: look at the parameters of this stage and, if it is the "
+                "first, at the batch"
+            )
 
 
 # Random numbers.
