@@ -152,7 +152,7 @@ class ModelState:
         runner = schedule._runner
         world = transport_of(None, runner.device)
         # There may be other pipelines beside this one.
-        wider = runner._random is None and world.size > runner.transport.size
+        wider = not runner.all_ranks and world.size > runner.transport.size
         processes = Processes([world if wider else runner.transport])
         modules = {stage.stage_index: stage.submod for stage in schedule._stages}
         found = cls.of_stages(modules, processes, "the names of a checkpoint")

@@ -92,14 +92,13 @@ def _listed(value: Any) -> list[Any]:
 
 
 class RandomNumbers:
-    """The generators of a process: torch's, Python's, NumPy's, and those of ranks that share it."""
+    """The generators of a process: torch's, Python's and NumPy's."""
 
     def __init__(self, model: ModelState) -> None:
         runner = None if model.schedule is None else model.schedule._runner
         self._model = model
         first = next((value.device for _, value in model.held()), torch.device("cpu"))
         self._device = first if runner is None else runner.device
-        self._ranks = None if runner is None else runner._random
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all generators."""
@@ -111,7 +110,6 @@ class RandomNumbers:
             "device": None if device.type == "cpu" else module.get_rng_state(device),
             "python": (version, torch.tensor(numbers), gauss),
             "numpy": (kind, torch.tensor(np.asarray(keys, np.int64)), *rest),
-            "ranks": None if self._ranks is None else self._ranks.states(),
             "reading": self._model.loaders > 0,
         }
 
@@ -124,8 +122,6 @@ class RandomNumbers:
         random.setstate((version, tuple(numbers.tolist()), gauss))
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-        if self._ranks is not None and state["ranks"] is not None:
-            self._ranks.set_states(state["ranks"])
 
 
 def saves(folder: Path) -> list[Path]:

@@ -225,14 +225,14 @@ class Agreement:
             routes |= {name: max(stage, routes.get(name, 0)) for name in names}
         return routes
 
-    def judge(self, error: Exception, located: StageError | None) -> None:
+    def judge(self, error: BaseException, located: TaktlineError | None = None) -> None:
         """Raise if the ranks cannot go on: another rank failed, or others compute with this one."""
         if not isinstance(self._transport, Distributed):
             return
         if (cause := self._transport.explain(error)) is not None:
             raise cause from error
         # The ranks that compute with this one wait for it in the middle of an action.
-        if located is not None and self._replicas.computes_together(located.stage):
+        if isinstance(located, StageError) and self._replicas.computes_together(located.stage):
             self._transport.raised(located)
             raise located
 

@@ -13,11 +13,13 @@ accumulation loop::
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -30,9 +32,7 @@ from taktline.runtime.runnable_plan import merged
 from taktline.runtime.stage_actions import (
     Binding,
     Handover,
-    OwnLosses,
     Ports,
-    RankRandom,
     Signatures,
     Work,
     uncast,
@@ -64,19 +64,11 @@ class Instruction:
         return self.action if self.at is None else self.at()
 
 
-Wrap: TypeAlias = Callable[[Instruction], Callable[[], None]]
-"""Returns a function that runs an instruction and observes it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A step that failed on this rank; without an error, another rank has the error."""
 
     error: TaktlineError | None = None
-
-
-Fate: TypeAlias = Callable[[Exception, StageError | None], None]
-"""Raises if the ranks cannot go on after an error, also given with its rank and stage."""
 
 
 class Program:
@@ -87,21 +79,22 @@ class Program:
 
     def __init__(
         self,
-        rank_of: Sequence[int],
+        binding: Binding,
         instructions: Sequence[Instruction],
-        settles: Iterable[Callable[[], None]],
-        joined: Callable[[], Sequence[Instruction]] | None = None,
+        settles: Iterable[Callable[[], None]] = (),
+        *,
+        quickest: Sequence[Instruction] | None = None,
+        works: Mapping[int, Work] = MappingProxyType({}),
+        known: Signatures | None = None,
     ) -> None:
-        """``rank_of`` has the rank of each stage; ``settles`` wait for all sends.
+        """The ``settles`` wait for all sends.
 
-        ``joined`` returns fewer, equal instructions. They run unless each action is observed by
-        itself.
+        ``quickest`` are fewer, equal instructions, for steps whose actions nobody observes. The
+        ``works`` have the signatures ``known``; None: they learn them.
         """
-        self._rank_of = rank_of
-        self._each = instructions
-        self._joined = joined or (lambda: instructions)
-        self._instructions = instructions
-        """The instructions of the current run."""
+        self.binding, self.works, self.known = binding, works, known
+        self._each = self._instructions = instructions
+        self.quickest = instructions if quickest is None else quickest
         self._settles = list(settles)
         self.position = 0
         """The instruction that is running."""
@@ -112,34 +105,32 @@ class Program:
         left = self._instructions[self.position :]
         return left[0] if left else None
 
-    def run(self, wrap: Wrap | None = None, fate: Fate | None = None) -> Failure | None:
-        """Run all instructions, each wrapped; returns None if all worked.
+    def step(self) -> AbstractContextManager[None]:
+        """A block for the run and what follows it."""
+        return nullcontext()
 
-        Raises if the ranks cannot go on together.
+    def run(self, observe: Callable[[Instruction], None] | None = None) -> Failure | None:
+        """Run all instructions, or let each be run by ``observe``; returns None if all worked.
+
+        After a failure, :meth:`forgo` must follow. Raises if the other ranks have left the step.
         """
-        self._instructions = self._joined() if wrap is None else self._each
-        runs = [each.run if wrap is None else wrap(each) for each in self._instructions]
-        failure = None
+        if observe is None:
+            self._instructions = self.quickest
+            runs = [each.run for each in self._instructions]
+        else:
+            self._instructions = self._each
+            runs = [partial(observe, each) for each in self._instructions]
         try:
             for self.position, run in enumerate(runs):
                 run()
             self.position = len(runs)
         except PeerFailed:
-            failure = Failure()
+            return Failure()
         except Exception as error:
             if isinstance(error, TaktlineError) and error.recoverable != "step":
-                raise  # the other ranks have left this step
-            located = self._located(error)
-            if fate is not None:
-                fate(error, located)
-            failure = Failure(located)
-        if failure is not None:
-            self.forgo(fate, self.position)
-        return failure
-
-    def actions(self) -> list[Action]:
-        """The actions of an unobserved run, in order; one for each instruction."""
-        return [instruction.action for instruction in self._joined()]
+                raise
+            return Failure(self._located(error))
+        return None
 
     def run_alone(self, before: Callable[[Action], None], after: Callable[[], None]) -> None:
         """Run all instructions and wait for all sends; raises the first error with its place.
@@ -147,7 +138,7 @@ class Program:
         For a capture, in which no message reaches another rank. ``before`` and ``after`` are called
         around each instruction.
         """
-        self._instructions = running = self._joined()
+        self._instructions = running = self.quickest
         try:
             for self.position, instruction in enumerate(running):
                 before(instruction.action)
@@ -157,21 +148,19 @@ class Program:
             raise self._located(error) from error
         self.settle()
 
-    def forgo(self, fate: Fate | None = None, position: int = 0) -> None:
-        """Compute nothing from a position on, but take part in every message.
+    def forgo(self) -> Iterator[Exception]:
+        """Compute nothing from now on, but take part in every message, so no other rank hangs.
 
-        So no other rank hangs.
+        Yields the errors of messages.
         """
-        for call in [instruction.forgo for instruction in self._instructions[position:]]:
-            if call is None:
-                continue
+        for instruction in self._instructions[self.position :]:
             try:
-                call()
+                if instruction.forgo is not None:
+                    instruction.forgo()
             except Exception as error:
                 if isinstance(error, TaktlineError) and error.recoverable != "step":
                     raise
-                if fate is not None:
-                    fate(error, None)
+                yield error
 
     def settle(self) -> None:
         """Wait for all sends and free their buffers; only after every rank has ended the step.
@@ -181,10 +170,22 @@ class Program:
         for settle in self._settles:
             settle()
 
+    def learned(self) -> Signatures:
+        """The signatures that a first run has found."""
+        arriving, leaving = dict[int, list[Signature]](), dict[int, list[Signature]]()
+        for stage, work in self.works.items():
+            ports = work.ports
+            sides = (arriving, ports.activations_in), (leaving, ports.activations_out)
+            for table, port in sides:
+                if isinstance(port, FirstIncoming | Outgoing):
+                    count = self.binding.plan.microbatches
+                    table[stage] = [port.learned[m] for m in range(count)]
+        return Signatures(arriving, leaving)
+
     def _located(self, error: Exception) -> StageError:
         """An error of the running instruction, with its place."""
         running = self._instructions[min(self.position, len(self._instructions) - 1)].running
-        rank = self._rank_of[running.stage]
+        rank = self.binding.plan.placement.rank_of[running.stage]
         return stage_error(error, rank, running.stage, running.microbatch, str(running))
 
 
@@ -213,58 +214,25 @@ def channels_of(plan: Plan) -> list[Channel]:
     return sorted(forward | {Channel(b, a, True) for a, b in pairs})
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A program with its stage actions."""
-
-    program: Program
-    works: Mapping[int, Work]
-    ports: Mapping[int, Ports]
-    """The ports of the stages."""
-    binding: Binding
-    known: Signatures | None
-    """The signatures that the program was made for; None: it learns them."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that it runs."""
-        return self.binding.plan
-
-    def learned(self) -> Signatures:
-        """The signatures that a first run has found."""
-        arriving, leaving = dict[int, list[Signature]](), dict[int, list[Signature]]()
-        for stage, ports in self.ports.items():
-            sides = (arriving, ports.activations_in), (leaving, ports.activations_out)
-            for table, port in sides:
-                if isinstance(port, FirstIncoming | Outgoing):
-                    table[stage] = [port.learned[m] for m in range(self.plan.microbatches)]
-        return Signatures(arriving, leaving)
-
-
-def bind(binding: Binding, known: Signatures | None) -> Bound:
+def bind(binding: Binding, known: Signatures | None) -> Program:
     """The program of this process; without known signatures each message describes itself."""
-    rank_of, drawing = binding.plan.placement.rank_of, binding.drawing
+    rank_of, alone = binding.plan.placement.rank_of, binding.alone
     ports = ports_of(binding, known)
     works = {index: Work(binding, known, index, ports[index]) for index in binding.stages}
-    rows = merged(binding.plan) if drawing else binding.plan.rows_of(binding.transport.rank)
+    rows = merged(binding.plan) if alone else binding.plan.rows_of(binding.transport.rank)
     each = [
         instruction
         for row in range(len(rows))
         if (instruction := _instruction(rows.leaf(row), binding.stages, works, ports, rank_of))
     ]
-    joined, loop = join(each, binding.stages, works), None
-    if drawing and known is not None and binding.trains:
+    loop = None
+    if alone and known is not None and binding.trains and not binding.draws:
         loop = plain_loop(each, binding, known)
-    if isinstance(drawing, RankRandom):
-        each, joined = (_of_ranks(program, drawing, rank_of) for program in (each, joined))
-
-    def quickest() -> Sequence[Instruction]:
-        # The random numbers of a rank depend on the order in which it computes.
-        return joined if loop is None or drawing is None or drawing.draws else loop
+    quickest = loop or join(each, binding.stages, works)
 
     sends = [out for port in ports.values() for out in (port.activations_out, port.gradients_out)]
     settles = [out.sends.settle_all for out in sends if isinstance(out, Outgoing)]
-    return Bound(Program(rank_of, each, settles, quickest), works, ports, binding, known)
+    return Program(binding, each, settles, quickest=quickest, works=works, known=known)
 
 
 def _instruction(
@@ -315,16 +283,6 @@ def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:
     return Instruction(action, sync.reshard, sync.forgo_reshard)
 
 
-def _of_ranks(
-    instructions: Sequence[Instruction], random: RankRandom, rank_of: Sequence[int]
-) -> list[Instruction]:
-    """The same instructions, each of which draws the random numbers of its rank."""
-    return [
-        replace(each, run=partial(random.run, rank_of[each.action.stage], each.run))
-        for each in instructions
-    ]
-
-
 def join(
     instructions: Sequence[Instruction],
     stages: Mapping[int, PipelineStage],
@@ -364,11 +322,13 @@ def plain_loop(
     for stage in range(last + 1):
         into = works[-1].ports.activations_out if works else None
         out = Handover(detached=False) if stage < last else None
-        works.append(Work(binding, known, stage, Ports(into, out), backward.keep))
+        works.append(Work(binding, known, stage, Ports(into, out)))
+        works[-1].flattens = False
     loop: list[Instruction] = []
     for m in order:
         for stage, work in enumerate(works):
-            loop.append(Instruction(Action(stage, Kind.F, m), partial(work.forward, m), None))
+            run = partial(backward.forward, stage, work, m)
+            loop.append(Instruction(Action(stage, Kind.F, m), run, None))
         back = [Action(stage, Kind.B, m) for stage in range(last + 1)]
         loop.append(
             Instruction(back[-1], backward.run, None, at=lambda back=back: back[backward.stage])
@@ -417,10 +377,9 @@ class _Backward:
         for stage, hooks in enumerate(self._hooks):
             hooks._backward_hooks = {0: partial(self._come, stage)}
 
-    def keep(
-        self, stage: int, results: Sequence[Any], own: OwnLosses, side: SideValues | None
-    ) -> None:
-        """Keep the results of a forward for the backward."""
+    def forward(self, stage: int, work: Work, microbatch: int) -> None:
+        """Run the forward of a stage, and keep its results for the backward."""
+        _, results, own, side = work.compute(microbatch)
         self._mark(stage, without_skips(results)[0])
         for loss, gradient in zip(*own, strict=True):
             if gradient is not None:

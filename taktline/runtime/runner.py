@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,15 +27,15 @@ from taktline.runtime.agreement import (
     located,
     weigh,
 )
-from taktline.runtime.capture import Captures, Graphs
+from taktline.runtime.capture.captures import Captures
 from taktline.runtime.introduction import DataCheck, introduce, options_of, whole_model
 from taktline.runtime.microbatch import Batch, Call, Cutter, Feed, merge_chunks
-from taktline.runtime.program import Bound, Failure, bind, channels_of
+from taktline.runtime.program import Failure, Program, bind, channels_of
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
-from taktline.runtime.stage_actions import Binding, Drawing, RankRandom, Signatures
+from taktline.runtime.stage_actions import Binding, Signatures, random_states
 from taktline.runtime.ties import Ties, TieUse
-from taktline.runtime.trace import TraceRecorder, named
+from taktline.runtime.trace import TraceRecorder, run_named
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
 from taktline.stage.names import Blueprint
@@ -78,11 +78,12 @@ class Runner:
     """Which schedule of these ranks it is, by their first steps; 0 before."""
     _model: Blueprint = ()
     """Of the model that the stages were cut from, if it is known."""
-    _random: RankRandom | None = None
-    """The random numbers of all ranks, where they run in this process."""
-    _drawing: Drawing | None = None
-    """The same; or finds out whether a single rank draws."""
-    _captures: Captures | None = None
+    all_ranks = 0
+    """How many ranks there are, where they run in this process, in one thread."""
+    _draws = False
+    """Whether a first step has drawn random numbers, where all stages run in this thread."""
+    captures: Captures | None = None
+    """Captures programs, and replays them."""
     _calls = 0
 
     def __init__(
@@ -119,31 +120,18 @@ class Runner:
         self._channels: list[Channel] = []
         self._data = DataCheck(self.device)
         self._feed = Feed()
-        self._known: dict[tuple[int, ...], Signatures | Bound] = {}
+        self._known: dict[tuple[int, ...], Signatures | Program] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
-
-    def capture(self, graphs: Graphs | None = None) -> None:
-        """Capture programs as CUDA graphs, or with ``graphs``, and replay them."""
-        self._captures = Captures(
-            self._stages, self.device, graphs, dynamic_shapes=self._dynamic_shapes
-        )
-
-    @property
-    def captured(self) -> str:
-        """The captured programs, as text; empty without captures."""
-        return "" if self._captures is None else str(self._captures)
 
     def run_all_ranks(self, count: int) -> None:
         """Run all ranks of the plan in one thread, where messages are handed over as they are."""
-        self._random = self._drawing = RankRandom(count, self.device)
-        self.transport = Alone()
+        self.all_ranks, self.transport = count, Alone()
 
     @property
     def ranks(self) -> range:
         """The ranks that run in this process."""
-        if self._random is not None:
-            return range(self._random.ranks)
-        return range(self.transport.rank, self.transport.rank + 1)
+        first = self.transport.rank
+        return range(first, first + (self.all_ranks or 1))
 
     @cached_property
     def transport(self) -> Transport:
@@ -170,68 +158,71 @@ class Runner:
 
     def run(self, call: Call) -> Any:
         """Run a batch; returns the outputs where the last stage is. Every rank raises an error."""
-        output = failure = error = None
-        record, data = Record(), (None, None)
-        with self._in_call() as feed:
-            feed.call = call
+        watch = self._watch
+        watch.seconds, watch.program, self._failed = self.stall_after, None, True
+        with self._turn, watch if isinstance(self.transport, Distributed) else nullcontext():
             try:
-                call.check()
-                record, data = self._cut(call, self._check())
-            except Exception as raised:
-                error = located(raised, self.transport)
-            kind = self._agree(call, record, data, error)
-            try:
-                self._weigh(call)
-            except Exception as raised:
-                failure = Failure(located(raised, self.transport))
-            known = self._known.pop(kind, None)
-            bound = known if isinstance(known, Bound) else self._bind(known, call.trains)
-            with self._ties.step(trains=call.trains) if self._ties.there else nullcontext():
-                failure = self._compute(kind, bound, failure)
-                if failure is None:
-                    try:
-                        output = self.merged(feed)
-                    except Exception as raised:
-                        failure = Failure(located(raised, self.transport))
-                got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
-                routes = self.agreement.conclude(failure, "the end of a step", got)
-                bound.program.settle()
-            if self.recorder is not None:
-                self.recorder.keep()
-            if not self._dynamic_shapes:
-                self._remember(kind, bound.learned().along(routes) if known is None else bound)
-            self._failed = False
-            if call.trains:
-                self.stepped_at, self.unreduced = next(updates.times), self._ties.accumulating
+                return self._run(call)
+            except BaseException as raised:  # also Ctrl-C, or a wait in a group that is not ours
+                error = self._abandon(raised)
+                if error is raised:
+                    raise
+                raise error from raised
+
+    def _run(self, call: Call) -> Any:
+        feed, output, failure, error = self._feed, None, None, None
+        record, data, feed.call = Record(), (None, None), call
+        try:
+            call.check()
+            record, data = self._cut(call, self._check())
+        except Exception as raised:
+            error = located(raised, self.transport)
+        kind = self._agree(call, record, data, error)
+        try:
+            self._weigh(call)
+        except Exception as raised:
+            failure = Failure(located(raised, self.transport))
+        known = self._known.pop(kind, None)
+        program = known if isinstance(known, Program) else self._bind(known, call.trains)
+        with self._ties.step(trains=call.trains) if self._ties.there else nullcontext():
+            states = random_states(self.device) if known is None else []
+            failure = self._compute(kind, program, failure)
+            if states:
+                self._draws |= not all(map(torch.equal, states, random_states(self.device)))
+            if failure is None:
+                try:
+                    output = self.merged(feed)
+                except Exception as raised:
+                    failure = Failure(located(raised, self.transport))
+            got = {index: sorted(work.got) for index, work in program.works.items() if work.got}
+            routes = self.agreement.conclude(failure, "the end of a step", got)
+            program.settle()
+        if self.recorder is not None:
+            self.recorder.keep()
+        if not self._dynamic_shapes:
+            self._remember(kind, program.learned().along(routes) if known is None else program)
+        self._failed = False
+        if call.trains:
+            self.stepped_at, self.unreduced = next(updates.times), self._ties.accumulating
         if feed.observed:
             update_all(feed.observed)
         self.loss = hand_over(feed)
         feed.clear()
         return output
 
-    @contextmanager
-    def _in_call(self) -> Iterator[Feed]:
-        """Inside, an error is reported to the other ranks."""
-        self._failed, transport = True, self.transport
-        self._watch.seconds, self._watch.program = self.stall_after, None
-        watched = self._watch if isinstance(transport, Distributed) else nullcontext()
-        with self._turn, watched:
-            try:
-                yield self._feed
-            except BaseException as raised:  # also Ctrl-C, or a wait in a group that is not ours
-                if self._feed.microbatches:  # the ranks have begun
-                    self._forget()
-                self._feed.clear()
-                if not isinstance(transport, Distributed):
-                    raise
-                ours = isinstance(raised, TaktlineError)
-                error = raised if ours else transport.explain(raised) or raised
-                if not ours or raised.recoverable != "step" or transport.verdict is not None:
-                    transport.raised(error, self._watch.where())
-                    transport.mark(error)
-                if error is not raised:
-                    raise error from raised
-                raise
+    def _abandon(self, raised: BaseException) -> BaseException:
+        """Leave a call after an error, of which the other ranks hear; returns the cause."""
+        if self._feed.microbatches:  # the ranks have begun
+            self._forget()
+        self._feed.clear()
+        if not isinstance(transport := self.transport, Distributed):
+            return raised
+        ours = isinstance(raised, TaktlineError)
+        error = raised if ours else transport.explain(raised) or raised
+        if not ours or raised.recoverable != "step" or transport.verdict is not None:
+            transport.raised(error, self._watch.where())
+            transport.mark(error)
+        return error
 
     def _check(self) -> list[str]:
         """Raise if a stage does not fit: all checks before the first step, ties before each.
@@ -343,12 +334,10 @@ class Runner:
             self.transport.plane.in_company |= any(in_company)
         uses = [[TieUse.from_plain(use) for use in rank["ties"]] for rank in ranks]
         channels = ties.find_holders(uses)
-        if self._random is None:
+        if not self.all_ranks:
             channels |= set(channels_of(self.runnable.plan))
         self._channels = sorted(channels)
         self.transport.open(self._channels)
-        if self.transport.size == 1 and self._drawing is None:
-            self._drawing = Drawing(self.device)
         ties.begin(self.transport, plan.placement.rank_of)
         if self.transport.size > 1 and self.device.type not in _READ_AT_ONCE:
             self.agreement.relay = LossRelay(self.transport, rank_of, self.device)
@@ -364,33 +353,37 @@ class Runner:
         self._warned = weigh(feed, self.cutter, warned=self._warned)
 
     def _compute(
-        self, kind: tuple[int, ...], bound: Bound, failure: Failure | None
+        self, kind: tuple[int, ...], program: Program, failure: Failure | None
     ) -> Failure | None:
         """Run a program; returns its failure.
 
         After a failure, run nothing, but take part, so that the other ranks hear of it.
         """
-        feed, watch, judge = self._feed, self._watch, self.agreement.judge
+        feed, watch = self._feed, self._watch
         wrapped, recorder = self.replicas.reduces, self.recorder
         # Read once a step: the flag changes when a profiler starts and stops.
         profiled = getattr(profiler, "_is_profiler_enabled", True)
-        observed = nullcontext(named if profiled else None)
+        observed = nullcontext(run_named if profiled else None)
         # Buffers outlive the step, so they must not be made in inference mode.
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(feed.call.trains),
             torch.autograd.set_multithreading_enabled(False),
             self.replicas.step(finalizes=feed.call.finalizes) if wrapped else nullcontext(),
-            nullcontext() if self._drawing is None else self._drawing.step(),
-            recorder.watch(bound, self.transport, profiled) if recorder else observed as wrap,
+            program.step(),
+            recorder.watch(program, self.transport, profiled) if recorder else observed as observe,
         ):
-            watch.program = bound.program
+            watch.program, program.position = program, 0
+            captures = None if observe else self.captures
+            if failure is None and (captures is None or not captures.replay(kind, program)):
+                failure = program.run(observe)
+                if failure is not None and (error := failure.error) is not None:
+                    self.agreement.judge(error.__cause__ or error, error)
+                elif failure is None and captures is not None:
+                    captures.note(program)
             if failure is not None:
-                bound.program.forgo(judge)
-            elif self._captures is None or wrap is not None:
-                failure = bound.program.run(wrap, judge)
-            else:
-                failure = self._captures.run(kind, bound, partial(bound.program.run, wrap, judge))
+                for error in program.forgo():
+                    self.agreement.judge(error)
         watch.program, watch.doing = None, "adds up gradients of tied weights"
         if self._ties.there:
             failure = self._ties.add_up(failure)
@@ -413,12 +406,12 @@ class Runner:
         """Drop the running step after a failure, and all that may be wrong because of it."""
         self._feed.clear()
         self._known.clear()
-        if self._captures is not None:
-            self._captures.forget()
+        if self.captures is not None:
+            self.captures.forget()
         for stage in self._stages:
             stage.clear()
 
-    def _bind(self, known: Signatures | None, trains: bool) -> Bound:
+    def _bind(self, known: Signatures | None, trains: bool) -> Program:
         return bind(self._binding(trains), known)
 
     def _binding(self, trains: bool) -> Binding:
@@ -433,11 +426,12 @@ class Runner:
             trains,
             sends_may_wait=not trains or self.runnable.sends_may_wait,
             most_sends=self._limits.max_outstanding_sends,
-            drawing=self._drawing,
+            alone=self.transport.size == 1,
+            draws=self._draws,
             check_finite=self.check_finite,
         )
 
-    def _remember(self, kind: tuple[int, ...], known: Signatures | Bound) -> None:
+    def _remember(self, kind: tuple[int, ...], known: Signatures | Program) -> None:
         # Put last, so that the first one is always the longest unused.
         self._known[kind] = known
         if len(self._known) > _REMEMBERED:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +17,6 @@ from taktline.plan import Plan
 from taktline.runtime.microbatch import Feed
 from taktline.side_values import SideValues, check_loss, with_skips, without_skips
 from taktline.stage import PipelineStage
-from taktline.stage.names import named_parameters
 from taktline.transport import Transport
 
 Values: TypeAlias = tuple[Sequence[Any], pytree.TreeSpec | None]
@@ -28,15 +26,10 @@ OwnLosses: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | Non
 """A stage's own losses, and their root gradients."""
 
 _NO_LOSS: OwnLosses = ((), ())
+_AS_IT_IS = nullcontext()
 
-Keep: TypeAlias = Callable[[int, Sequence[Any], OwnLosses, SideValues | None], None]
-"""Keeps the stage, results, own losses and side values of a forward, for one backward of all
-stages."""
-
-_Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], SideValues | None]
-"""The values of a forward that its backward needs: root gradients of own losses, side values."""
-
-_NOT_KEPT: _Kept = ((), None)
+_NOT_KEPT: tuple[Sequence[torch.Tensor | None], SideValues | None] = (), None
+"""What B or I needs of a forward: root gradients of its own losses, and its side values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +47,10 @@ class Binding:
     """Whether the plan cannot deadlock where a send waits until its receive is posted."""
     most_sends: int | None
     """How many messages of a rank may be under way; None: any number."""
-    drawing: Drawing | None
-    """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
+    alone: bool
+    """Whether all stages run in this thread."""
+    draws: bool
+    """Whether a first step has drawn random numbers: these depend on the order of actions."""
     check_finite: bool = False
     """Whether to raise where a value is not finite."""
     any_order: bool = False
@@ -149,17 +144,9 @@ class Work:
     """
 
     def __init__(
-        self,
-        binding: Binding,
-        known: Signatures | None,
-        stage: int,
-        ports: Ports,
-        joined: Keep | None = None,
+        self, binding: Binding, known: Signatures | None, stage: int, ports: Ports
     ) -> None:
-        """Without ``known`` signatures, values are checked, and skips go to the last stage.
-
-        With ``joined``, values go to the next stage within the graph.
-        """
+        """Without ``known`` signatures, values are checked, and skips go to the last stage."""
         self._binding = binding
         self._stage = binding.stages[stage]
         self._index = stage
@@ -167,9 +154,10 @@ class Work:
         self.ports = ports
         self._checks = known is None
         self._routes = None if known is None else known.routes
-        self._joined = joined
         self.arrived: Callable[[], object] | None = None
         """Called whenever the values of an action have arrived, while there is a trace."""
+        self.flattens = True
+        """Whether values are handed on as leaves; otherwise as they are, within the graph."""
         self.got: set[str] = set()
         """The names of the skips that the stage has got so far."""
         self._blank = SideValues(self._index, {})
@@ -179,6 +167,20 @@ class Work:
 
     def forward(self, microbatch: int) -> None:
         """F."""
+        inputs, results, (losses, gradients), side = self.compute(microbatch)
+        if self._binding.trains:
+            self._kept[microbatch] = gradients, side
+            roots = [*_differentiable(results), *losses]
+            self._stage.keep(microbatch, _differentiable(inputs), roots)
+
+    def compute(
+        self, microbatch: int
+    ) -> tuple[Sequence[Any], Sequence[Any], OwnLosses, SideValues | None]:
+        """Run the module, and hand its output on.
+
+        Returns what has arrived, what was handed on, the losses of the stage, and its side values,
+        if it has any.
+        """
         side, inputs, ports = self._blank, (), self.ports
         if ports.activations_in is None:
             arguments = self._feed.arguments[microbatch]
@@ -192,30 +194,30 @@ class Work:
             side = SideValues(self._index, skips) if skips else side
         if self._checks:
             _check(self._stage.expected_input, arguments, "input", "input_args")
-        with side:
-            output = self._call(microbatch, arguments)
+        with side, self._seeded(self._index, microbatch):
+            output = self._stage.submod(*arguments, **self._feed.keywords[microbatch])
         if self._binding.check_finite:
-            self._require_finite(microbatch, arguments, output, side)
+            made = [skip.value for skip in side.skips.values() if skip.stage == self._index]
+            if ports.activations_out is not None or self._feed.targets is None:
+                made.append(output)  # otherwise its loss is checked
+            _require_finite("the output", made, masks=True)
+            _require_finite("the loss", side.losses)
+        values, results, own = as_arguments(output), (), _NO_LOSS
         if self._checks:
-            _check(self._stage.expected_output, as_arguments(output), "output", "output_args")
+            _check(self._stage.expected_output, values, "output", "output_args")
         used = side.used
         if used and side is self._blank:
             self._blank = SideValues(self._index, {})
-        own, results = _NO_LOSS, ()
         if ports.activations_out is None:
             own = self._finish(microbatch, output, side)
         else:
-            results, spec = self._handed_on(output, side)
+            if side.skips:
+                values = with_skips(values, side.skips, self._routes, self._index)
+            results, spec = flatten(values) if self.flattens else (values, None)
             ports.activations_out.give(microbatch, results, spec)
         if used:
             own = self._note(microbatch, side, own)
-        if self._joined is not None:
-            self._joined(self._index, results, own, side if used else None)
-        elif self._binding.trains:
-            losses, gradients = own
-            self._kept[microbatch] = gradients, side if used else None
-            roots = [*_differentiable(results), *losses]
-            self._stage.keep(microbatch, _differentiable(inputs), roots)
+        return inputs, results, own, side if used else None
 
     def backward(self, microbatch: int) -> None:
         """B."""
@@ -229,29 +231,12 @@ class Work:
         """W."""
         uncast(self._stage.device, self._stage.backward_weight, microbatch)
 
-    def _call(self, microbatch: int, arguments: Sequence[Any]) -> Any:
-        keywords, seed = self._feed.keywords[microbatch], self._binding.seed
+    def _seeded(self, part: int, microbatch: int) -> AbstractContextManager[None]:
+        """The random numbers of a stage, or of LOSS, for a micro-batch."""
+        seed = self._binding.seed
         if seed is None:
-            return self._stage.submod(*arguments, **keywords)
-        with seeded((seed, self._feed.call.number, self._index, microbatch), self._stage.device):
-            return self._stage.submod(*arguments, **keywords)
-
-    def _require_finite(
-        self, microbatch: int, arguments: Sequence[Any], output: Any, side: SideValues
-    ) -> None:
-        given = arguments, self._feed.keywords[microbatch]
-        values = [skip.value for skip in side.skips.values() if skip.stage == self._index]
-        if self.ports.activations_out is not None or self._feed.targets is None:
-            values.append(output)  # otherwise its loss is checked
-        _require_finite("the output", values, self._stage, given, masks=True)
-        _require_finite("the loss", side.losses, self._stage, given)
-
-    def _handed_on(self, output: Any, side: SideValues) -> Values:
-        """The values for the next stage: the output, and skips that later stages get."""
-        values = as_arguments(output)
-        if side.skips:
-            values = with_skips(values, side.skips, self._routes, self._index)
-        return flatten(values) if self._joined is None else (values, None)
+            return _AS_IT_IS
+        return seeded((seed, self._feed.call.number, part, microbatch), self._stage.device)
 
     def _finish(self, microbatch: int, output: Any, side: SideValues) -> OwnLosses:
         """Keep the output if wanted, and compute the loss with its root gradient."""
@@ -264,16 +249,13 @@ class Work:
             )
         if loss_fn is None or feed.targets is None:
             return _NO_LOSS
-        target, seed = feed.targets[microbatch], self._binding.seed
-        if seed is None:
+        target = feed.targets[microbatch]
+        with self._seeded(LOSS, microbatch):
             loss = loss_fn(output, target, **feed.call.loss_keywords)
-        else:
-            with seeded((seed, feed.call.number, LOSS, microbatch), self._stage.device):
-                loss = loss_fn(output, target, **feed.call.loss_keywords)
         check_loss(loss, "loss_fn must return")
         scale = feed.scales[microbatch]
         if self._binding.check_finite and scale:
-            _require_finite("the loss", loss, self._stage, (output, target))
+            _require_finite("the loss", loss)
         if feed.call.wants_losses:
             feed.losses[microbatch] = _value(loss)
         if not self._binding.trains:
@@ -368,28 +350,11 @@ def _check(expected: Signature | None, arguments: Sequence[Any], name: str, give
         raise expected.misfit(flatten(arguments)[0], text)
 
 
-def _require_finite(
-    what: str, value: Any, stage: PipelineStage, given: Any, *, masks: bool = False
-) -> None:
-    """Raise if a value of a stage is not finite; the program adds the stage and the micro-batch.
+def _require_finite(what: str, value: Any, *, masks: bool = False) -> None:
+    """Raise if a value of a stage is not finite; waits for a GPU.
 
     With ``masks``, tensors without a gradient may be infinite.
     """
-    text = _faults(value, masks=masks)
-    if not text:
-        return
-    cause = "the parameters of the stage, and what it was given, are finite"
-    if wrong := _faults(given, masks=not stage.is_first):
-        cause = f"what it was computed from has {wrong}: look at the batch"
-    for name, parameter in named_parameters(stage.submod).items():
-        if wrong := _faults(parameter):
-            cause = f"parameter {name} has {wrong}, from before this step: load a checkpoint"
-            break
-    raise FloatingPointError(f"{what} has {text}; {cause}")
-
-
-def _faults(value: Any, *, masks: bool = False) -> str:
-    """What is wrong with the first tensor that is not finite, in words; waits for a GPU."""
     for tensor in pytree.tree_leaves(value):
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -402,8 +367,11 @@ def _faults(value: Any, *, masks: bool = False) -> str:
         wrong = nan if masks and not tensor.requires_grad else ~torch.isfinite(numbers)
         if bool(wrong.any()):
             kind = "nan" if bool(nan.any()) else "inf"
-            return f"{kind} ({int(wrong.sum()):,} of {numbers.numel():,} numbers)"
-    return ""
+            raise FloatingPointError(
+                f"{what} has {kind} ({int(wrong.sum()):,} of {numbers.numel():,} numbers), and "
+                "earlier stages gave none: look at the parameters of this stage and, if it is the "
+                "first, at the batch"
+            )
 
 
 # Random numbers.
@@ -427,93 +395,9 @@ def seeded(key: tuple[int, int, int, int], device: torch.device) -> Iterator[Non
         yield
 
 
-class Drawing:
-    """Finds out whether steps draw random numbers."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
-        self.draws = False
-        """Whether any step has drawn so far."""
-
-    def states(self) -> list[list[torch.Tensor]]:
-        """The state of each generator."""
-        return [[generator.get_state()] for generator in self._generators]
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Compare the states before and after a step."""
-        begun = self.states()
-        try:
-            yield
-        finally:
-            pairs = zip(chain(*begun), chain(*self.states()), strict=True)
-            same = all(a is b or torch.equal(a, b) for a, b in pairs)
-            self.draws = self.draws or not same
-
-
-class RankRandom(Drawing):
-    """Separate random numbers for ranks that share a thread: each draws as in its own process.
-
-    Each rank continues its own numbers. Once the caller draws or seeds, all ranks start from the
-    caller's state.
-
-    >>> random = RankRandom(2, torch.device("cpu"))
-    >>> with random.step():
-    ...     random.switch(1)
-    ...     first = torch.rand(())
-    >>> torch.equal(first, torch.rand(()))
-    True
-    """
-
-    def __init__(self, ranks: int, device: torch.device) -> None:
-        super().__init__(device)
-        self.ranks = ranks
-        # Each generator with its state for each rank; the last state is the caller's.
-        self._states = [(each, [each.get_state()] * (ranks + 1)) for each in self._generators]
-        self._rank = _CALLER
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Inside, ranks draw; afterwards the caller's generators are as before."""
-        for generator, states in self._states:
-            now = generator.get_state()
-            if not torch.equal(now, states[_CALLER]):
-                states[:] = [now] * len(states)
-        with super().step():
-            self.switch(0)  # draws between the ranks count as those of rank 0
-            try:
-                yield
-            finally:
-                self.switch(_CALLER)
-
-    def states(self) -> list[list[torch.Tensor]]:
-        """The states of each generator: one for each rank, and the caller's."""
-        return [list(states) for _, states in self._states]
-
-    def set_states(self, states: list[list[torch.Tensor]]) -> None:
-        """Set all states, unless they are of another number of ranks."""
-        if [len(each) for each in states] == [len(known) for _, known in self._states]:
-            for (_, known), each in zip(self._states, states, strict=True):
-                known[:] = each
-
-    def run(self, rank: int, run: Callable[[], None]) -> None:
-        """Run something with the numbers of a rank."""
-        if rank != self._rank:
-            self.switch(rank)
-        run()
-
-    def switch(self, rank: int) -> None:
-        """Draw for another rank from now on."""
-        # Always: to compare the states would take longer.
-        for generator, states in self._states:
-            states[self._rank] = generator.get_state()
-            generator.set_state(states[rank])
-        self._rank = rank
-
-
-_CALLER = -1
-"""Stands for the caller's own numbers, among those of the ranks."""
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that stages draw from."""
+    states = [torch.default_generator.get_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states

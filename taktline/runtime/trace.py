@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from taktline.errors import ScheduleError
 from taktline.plan import Action, Costs, Plan, Straggler, Timeline, stragglers
 from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, Rows
-from taktline.runtime.program import Bound, Instruction, Wrap
+from taktline.runtime.program import Instruction, Program
 from taktline.text import counted
 from taktline.transport import Transport
 
@@ -73,27 +73,21 @@ class Trace:
         return self.timeline._repr_svg_() if self.timelines else None
 
 
-class HostClock:
-    """The clock of this process."""
+class Clock:
+    """The clock of this process, or of a GPU: compared with it once, while the GPU is idle.
 
-    error = 0
-    """By how many nanoseconds a time may be wrong at most."""
-    stamp = staticmethod(time.perf_counter_ns)
-    """A cheap mark of this moment, to be read later."""
-
-    def read(self, stamps: Sequence[int]) -> list[int]:
-        """Stamps as nanoseconds of this process."""
-        return [*stamps]
-
-
-class CudaClock:
-    """The clock of a GPU: a stamp marks when its current stream gets there.
-
-    Both clocks are compared once, on an idle GPU.
+    A stamp is a cheap mark of a moment, to be read later; on a GPU, of when its current stream gets
+    there.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.error = 0
+        """By how many nanoseconds a time may be wrong at most."""
+        self._device = device if device.type == "cuda" else None
+        if self._device is None:
+            self.stamp: Callable[[], Any] = time.perf_counter_ns
+            return
+        self.stamp = self._event
         torch.cuda.synchronize(device)
         before = time.perf_counter_ns()
         self._first = self.stamp()
@@ -101,23 +95,19 @@ class CudaClock:
         after = time.perf_counter_ns()
         self._began, self.error = (before + after) // 2, (after - before) // 2
 
-    def stamp(self) -> torch.cuda.Event:
-        """An event on the current stream."""
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def read(self, stamps: Sequence[torch.cuda.Event]) -> list[int]:
-        """Wait for the GPU; returns stamps as nanoseconds of this process."""
+    def read(self, stamps: Sequence[Any]) -> list[int]:
+        """Stamps as nanoseconds of this process; waits for the GPU."""
+        if self._device is None or not stamps:
+            return [*stamps]
         torch.cuda.synchronize(self._device)
-        if not stamps:
-            return []
         # From the first stamp on: elapsed_time has seven digits only.
         base = self._began + _MS * self._first.elapsed_time(stamps[0])
         return [round(base + _MS * stamps[0].elapsed_time(stamp)) for stamp in stamps]
-
-
-Clock: TypeAlias = HostClock | CudaClock
 
 
 def align(transport: Transport) -> tuple[list[int], int]:
@@ -157,40 +147,36 @@ class TraceRecorder:
     """Records the steps of this rank while there is a trace."""
 
     def __init__(self, device: torch.device) -> None:
-        self.clock: Clock = CudaClock(device) if device.type == "cuda" else HostClock()
+        self.clock = Clock(device)
         self._steps: list[_Step] = []
         """Those that have worked on every rank."""
         self._latest: _Step | None = None
         self._arrived: Any = None
 
     @contextmanager
-    def watch(self, bound: Bound, transport: Transport, profiled: bool) -> Iterator[Wrap]:
-        """Record a step; all ranks take part."""
-        step = self._latest = _Step(bound.plan, *align(transport))
-        stamp, keep = self.clock.stamp, step.stamps.extend
+    def watch(
+        self, program: Program, transport: Transport, profiled: bool
+    ) -> Iterator[Callable[[Instruction], None]]:
+        """Record a step; all ranks take part. Its instructions are run by what is yielded."""
+        step = self._latest = _Step(program.binding.plan, *align(transport))
+        stamp = self.clock.stamp
 
         def note() -> None:
             self._arrived = stamp()
 
-        def observed(instruction: Instruction) -> Callable[[], None]:
+        def recorded(instruction: Instruction) -> None:
+            self._arrived, began = None, stamp()
+            run_named(instruction) if profiled else instruction.run()
+            arrived = began if self._arrived is None else self._arrived
             step.actions.append(instruction.action)
-            run = named(instruction) if profiled else instruction.run
+            step.stamps += began, arrived, stamp()
 
-            def recorded() -> None:
-                self._arrived = None
-                began = stamp()
-                run()
-                ended = stamp()
-                keep((began, began if self._arrived is None else self._arrived, ended))
-
-            return recorded
-
-        for work in bound.works.values():
+        for work in program.works.values():
             work.arrived = note
         try:
-            yield observed
+            yield recorded
         finally:
-            for work in bound.works.values():
+            for work in program.works.values():
                 work.arrived = None
 
     def keep(self) -> None:
@@ -208,15 +194,10 @@ class TraceRecorder:
             trace.clock_error = max(trace.clock_error, 2 * error / _MS)
 
 
-def named(instruction: Instruction) -> Callable[[], None]:
+def run_named(instruction: Instruction) -> None:
     """Run an instruction in a named range of PyTorch's profiler."""
-    name, run = f"taktline {instruction.action}", instruction.run
-
-    def run_named() -> None:
-        with record_function(name):
-            run()
-
-    return run_named
+    with record_function(f"taktline {instruction.action}"):
+        instruction.run()
 
 
 def _gather(step: _Step, clock: Clock, transport: Transport, ranks: range) -> tuple[Timeline, int]:

@@ -265,7 +265,7 @@ class Built:
         )
 
     def __str__(self) -> str:
-        parts = (self.table, self.batch_dims, self.schedule._runner.captured)
+        parts = (self.table, self.batch_dims, self.schedule._runner.captures or "")
         return "\n".join(filter(None, map(str, parts)))
 
 

@@ -134,8 +134,9 @@ def test_large_gradients_side_by_side() -> None:
     del ballast
 
 
-def test_dropout_draws_the_same_numbers() -> None:
-    pair = on_gpu(lambda: [Stage(0.5) for _ in range(2)], ranks=1)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dropout_draws_the_same_numbers(ranks: int) -> None:
+    pair = on_gpu(lambda: [Stage(0.5) for _ in range(4)], ranks=ranks)
     optimizers = [torch.optim.SGD(pipe.parameters(), 0.05) for pipe in pair.both]
     x, target = torch.randn(2, 8, WIDTH).unbind()
     torch.cuda.manual_seed(3)

@@ -51,7 +51,7 @@ def test_names_the_stage_and_the_microbatch() -> None:
         error = caught.value
         assert (error.rank, error.stage) == (1, 1)
         assert error.microbatch == (2 if torch.equal(batch, large(2)) else 1)
-        assert "FloatingPointError: the output has nan (1 of 8 numbers); the parameters of the" in (
+        assert "FloatingPointError: the output has nan (1 of 8 numbers), and earlier stages" in (
             str(error)
         )
 
@@ -66,11 +66,13 @@ def test_the_loss() -> None:
 
 def test_the_batch_and_a_parameter() -> None:
     pipe = pipeline()
-    with pytest.raises(tl.StageError, match=r"stage 0, .*was computed from has inf .* look at the"):
+    with pytest.raises(tl.StageError, match=r"stage 0, .*the output has .* first, at the batch"):
         pipe.step(torch.full_like(X, math.inf), target=Y)
     with torch.no_grad():
         next(pipe.stages[2].parameters())[0, 0] = math.nan
-    with pytest.raises(tl.StageError, match=r"stage 2, .*parameter weight has nan \(1 of 16"):
+    with pytest.raises(
+        tl.StageError, match=r"stage 2, .*the loss has nan .*look at the parameters"
+    ):
         pipe.step(X, target=Y)
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import taktline as tl
 from taktline.errors import SkipError
-from taktline.runtime.program import Bound
+from taktline.runtime.program import Program
 
 
 class Sometimes(nn.Linear):
@@ -34,9 +34,9 @@ def test_a_value_goes_no_further_than_the_last_stage_that_gets_it() -> None:
         schedule = tl.ScheduleFromPlan([stage], plan, F.mse_loss)
         for _ in range(2):
             schedule.step(torch.ones(4, 6), target=torch.ones(4, 6))
-        (bound,) = schedule._runner._known.values()
-        assert isinstance(bound, Bound)
-        out = bound.works[rank].ports.activations_out
+        (program,) = schedule._runner._known.values()
+        assert isinstance(program, Program)
+        out = program.works[rank].ports.activations_out
         return [len(layout.tensors) for layout in getattr(out, "_layouts", None) or ()]
 
     assert tl.local.run(main, 4) == [[2, 2], [1, 1], [1, 1], []]

@@ -195,9 +195,9 @@ def test_off_costs_nothing_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     wraps: list[object] = []
     plain = Program.run
 
-    def run(self: Program, wrap: Any = None, fate: Any = None) -> Any:
-        wraps.append(wrap)
-        return plain(self, wrap, fate)
+    def run(self: Program, observe: Any = None) -> Any:
+        wraps.append(observe)
+        return plain(self, observe)
 
     monkeypatch.setattr(Program, "run", run)
     schedule = alone()

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import pytest
@@ -233,5 +233,5 @@ def test_a_reduction_waits_and_a_forward_computes(ranks: Any, action: str, state
     assert isinstance(parsed, Action)
     run = Instruction(parsed, lambda: None, None, "the replicas")
     with watch, ThreadPoolExecutor(1) as other:
-        watch.program = Program([0], [run], [])
+        watch.program = Program(cast(Any, None), [run])
         assert re.match(state, other.submit(ranks.state).result()[0])

@@ -13,6 +13,7 @@ A rank that has failed still takes part in every message, and sends zeros, so th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +27,8 @@ from taktline.compat.torch_pipelining._stages import reduced
 from taktline.errors import CallOrderError, ScheduleError
 from taktline.plan import Action, Kind
 from taktline.pytree import tree_leaves
-from taktline.runtime.program import Failure, Fate, Instruction, Program, Wrap
+from taktline.runtime.program import Instruction, Program
+from taktline.runtime.stage_actions import Binding
 
 Order = Mapping[int, Sequence[Any]]
 """Actions by rank; a None is a rank that waits."""
@@ -279,20 +281,23 @@ def _as_planned(action: Any) -> Action:
 class CallProgram(Program):
     """The calls of a step; gradients of earlier steps are set aside, and added at the end."""
 
-    def __init__(self, calls: Calls, rank_of: Sequence[int]) -> None:
-        super().__init__(rank_of, [*calls.instructions()], [calls.settle_all])
+    def __init__(self, calls: Calls, binding: Binding) -> None:
+        super().__init__(binding, [*calls.instructions()], [calls.settle_all])
         self._calls = calls
 
-    def run(self, wrap: Wrap | None = None, fate: Fate | None = None) -> Failure | None:
-        """Run everything."""
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A block for the run and what follows it."""
         stages = [*self._calls.stages.values()]
         for stage in stages:
             stage._begun = stage.native.grad_sync  # as the runner has done
-        with reduced(self._calls.schedule, stages) as due:
-            failure = super().run(wrap, fate)
-            if failure is not None:
-                due.clear()
-        return failure
+        with reduced(self._calls.schedule, stages) as self._due:
+            yield
+
+    def forgo(self) -> Iterator[Exception]:
+        """Take part in every message from now on; gradients are not reduced."""
+        self._due.clear()
+        return super().forgo()
 
 
 def lowered(order: Order, schedule: Any, reduces: int) -> Any:

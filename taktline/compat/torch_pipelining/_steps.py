@@ -37,7 +37,7 @@ from taktline.errors import (
 from taktline.pytree import tree_map_only
 from taktline.runtime.agreement import warn_if_uneven
 from taktline.runtime.microbatch import Batch, Cutter, Feed
-from taktline.runtime.program import Bound
+from taktline.runtime.program import Program
 from taktline.runtime.runner import Runner
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.stage_actions import Signatures
@@ -214,20 +214,18 @@ class _Runner(Runner):
             last.output_chunks[:] = [feed.outputs[m] for m in sorted(feed.outputs)]
         return self.schedule._merge_outputs(last.output_chunks)
 
-    def _bind(self, known: Signatures | None, trains: bool) -> Bound:
+    def _bind(self, known: Signatures | None, trains: bool) -> Program:
         if self.calls is None:
             return super()._bind(known, trains)
         # For each step, as any method may have been overridden.
-        binding = self._binding(trains)
-        program = CallProgram(self.calls, binding.plan.placement.rank_of)
-        return Bound(program, {}, {}, binding, known)
+        return CallProgram(self.calls, self._binding(trains))
 
-    def _remember(self, kind: tuple[int, ...], known: Signatures | Bound) -> None:
+    def _remember(self, kind: tuple[int, ...], known: Signatures | Program) -> None:
         """Remember a program, unless it is made of calls; once signatures are known, set them."""
         if self.calls is not None:
             return
         super()._remember(kind, known)
-        if isinstance(known, Bound):
+        if isinstance(known, Program):
             return
         feed = self._feed
         for stage in self.theirs:

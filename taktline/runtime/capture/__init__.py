@@ -12,9 +12,3 @@ losses and outputs are copied out. A replay runs no Python, so all state that Py
 compared before: after a change, the program is captured again. A step is captured whole, or runs
 eagerly, and a warning says why: also if its forward keeps state in attributes of modules.
 """
-
-from __future__ import annotations
-
-from taktline.runtime.capture.captures import Captures, Graph, Graphs
-
-__all__ = ["Captures", "Graph", "Graphs"]

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
-from typing import Any
+from operator import gt
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -29,85 +30,86 @@ _MOST = 16 * 2**20
 """The most bytes of gradients that wait to be added."""
 
 
-class Inputs:
-    """The batch of one step as leaves."""
+def leaves_of(feed: Feed) -> tuple[list[Any], Hashable]:
+    """The values of a batch, and how they are nested."""
+    leaves = [*chain(*feed.arguments), *(feed.targets or [None])]
+    usual = not any(feed.keywords) and not feed.call.loss_keywords
+    if usual and {torch.Tensor, type(None)}.issuperset(map(type, leaves)):
+        # Without a pytree, which would take longer than all else before a replay.
+        return leaves, (*map(len, feed.arguments), feed.targets is None)
+    leaves, spec = pytree.tree_flatten(_tree(feed))
+    return leaves, str(spec)
 
-    def __init__(self, feed: Feed) -> None:
-        self.feed = feed
-        targets = None if feed.targets is None else list(feed.targets)
-        loss_keywords = dict(feed.call.loss_keywords)
-        self.tree = list(feed.arguments), list(feed.keywords), targets, loss_keywords
-        self.leaves: list[Any] = [*chain(*feed.arguments), *(targets or [None])]
-        self._structure: Hashable = (*map(len, feed.arguments), targets is None)
-        usual = not any(feed.keywords) and not loss_keywords
-        if not usual or not {torch.Tensor, type(None)}.issuperset(map(type, self.leaves)):
-            # Only now: a pytree would take longer than all else before a replay.
-            self.leaves, spec = pytree.tree_flatten(self.tree)
-            self._structure = str(spec)
-        self.counts = [x * feed.call.grad_scale for x in (*feed.scales, *feed.added_scales)]
-        """The weight of each micro-batch's loss, and then of the losses that stages add."""
 
-    def refusal(self, device: torch.device) -> str | None:
-        """Why a step with such a batch cannot be captured; None if it can."""
-        for leaf in self.leaves:
-            if isinstance(leaf, torch.Tensor):
-                if type(leaf) is not torch.Tensor or leaf.layout != torch.strided:
-                    return f"an argument is {type(leaf).__name__} ({leaf.layout})"
-                if leaf.device.type != device.type:
-                    return f"an argument is on {leaf.device}, where a replay would not read it"
-                if leaf.requires_grad:
-                    return "an argument requires a gradient"
-            elif type(leaf) not in _PLAIN:
-                return f"an argument is {type(leaf).__name__}, which may change by itself"
-        return None
+def _tree(feed: Feed) -> tuple[Any, ...]:
+    targets = None if feed.targets is None else list(feed.targets)
+    return list(feed.arguments), list(feed.keywords), targets, dict(feed.call.loss_keywords)
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """All that a graph depends on: not the values of tensors, nor the weights of losses."""
-        kinds = tuple(
-            (leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
-            for leaf in self.leaves
-        )
-        counted, feed = tuple(bool(count) for count in self.counts), self.feed
-        return self._structure, kinds, counted, feed.outputs is None, feed.call.wants_losses
+
+def counts_of(feed: Feed) -> list[float]:
+    """The weight of each micro-batch's loss, and then of the losses that stages add."""
+    return [scale * feed.call.grad_scale for scale in (*feed.scales, *feed.added_scales)]
+
+
+def kind_of(feed: Feed, leaves: Sequence[Any]) -> Hashable:
+    """What a graph depends on, besides the nesting: not values of tensors, or weights of losses."""
+    kinds = tuple(
+        (leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
+        for leaf in leaves
+    )
+    counted = tuple(map(bool, counts_of(feed)))
+    return kinds, counted, feed.outputs is None, feed.call.wants_losses
+
+
+def refusal_of(leaves: Sequence[Any], device: torch.device) -> str | None:
+    """Why a step with such a batch cannot be captured; None if it can."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if type(leaf) is not torch.Tensor or leaf.layout != torch.strided:
+                return f"an argument is {type(leaf).__name__} ({leaf.layout})"
+            if leaf.device.type != device.type:
+                return f"an argument is on {leaf.device}, where a replay would not read it"
+            if leaf.requires_grad:
+                return "an argument requires a gradient"
+        elif type(leaf) not in _PLAIN:
+            return f"an argument is {type(leaf).__name__}, which may change by itself"
+    return None
 
 
 class Static:
     """The buffers of a captured program, for its batch and its results."""
 
-    def __init__(self, inputs: Inputs, device: torch.device) -> None:
-        """Buffers for steps of one kind."""
-        self._leaves = [
-            torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in inputs.leaves
-        ]
-        spec = pytree.tree_structure(inputs.tree)
-        arguments, keywords, targets, given = pytree.tree_unflatten(self._leaves, spec)
-        call = replace(inputs.feed.call, batch=Batch(), loss_keywords=given)
-        shape = 2, len(inputs.counts) // 2
+    def __init__(self, feed: Feed, device: torch.device) -> None:
+        """Buffers for steps of the kind of ``feed``."""
+        arguments, keywords, targets, given = pytree.tree_map_only(
+            torch.Tensor, torch.empty_like, _tree(feed)
+        )
+        shape = 2, len(feed.scales)
         self._counts = torch.empty(shape, dtype=torch.float64, device=device)
         self._counted: list[float] = []
         self.feed = replace(
-            inputs.feed,
-            call=call,
+            feed,
+            call=replace(feed.call, batch=Batch(), loss_keywords=given),
             arguments=arguments,
             keywords=keywords,
             targets=targets,
             counts=self._counts,
         )
+        self._leaves = leaves_of(self.feed)[0]
 
-    def fill(self, inputs: Inputs) -> None:
-        """Copy a batch into the buffers."""
+    def fill(self, feed: Feed, leaves: Sequence[Any]) -> None:
+        """Copy a batch, whose values are ``leaves``, into the buffers."""
         pairs: defaultdict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]]
         pairs = defaultdict(list)
-        for mine, theirs in zip(self._leaves, inputs.leaves, strict=True):
+        for mine, theirs in zip(self._leaves, leaves, strict=True):
             if isinstance(mine, torch.Tensor):
                 pairs[mine.dtype].append((mine, theirs))
         for found in pairs.values():
             _copy_all(*zip(*found, strict=True))
-        if inputs.counts != self._counted:
-            self._counted = inputs.counts
-            self._counts.copy_(torch.tensor(inputs.counts, dtype=torch.float64).view(2, -1))
+        counts = counts_of(feed)
+        if counts != self._counted:
+            self._counted = counts
+            self._counts.copy_(torch.tensor(counts, dtype=torch.float64).view(2, -1))
 
     def begin(self) -> None:
         """Drop earlier results; part of the captured program."""
@@ -130,58 +132,59 @@ def _copies(losses: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     return dict(zip(losses, copied, strict=True))
 
 
-class Gradients:
-    """The buffers of gradients, which all graphs share: a graph adds to ``.grad`` itself."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[nn.Parameter, torch.Tensor] = {}
-
-    def make(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make buffers for the parameters of a graph; a gradient that is there becomes one."""
-        for p in parameters:
-            if p not in self.buffers:
-                zeros = partial(torch.zeros_like, dtype=p.grad_dtype, requires_grad=False)
-                self.buffers[p] = zeros(p) if p.grad is None else p.grad
-
-    def fit(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the buffers are ``.grad``, or can be: nobody holds the memory of either."""
-        buffers, (usual, usual_gradient) = self.buffers, _usual()
-        return all(
-            p.grad is buffers[p]
-            or not (_exceed(_uses(buffers[p]), usual) or _exceed(_uses(p.grad), usual_gradient))
-            for p in parameters
-        )
-
-    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Before a replay: gradients that are not there begin at zero; others are copied."""
-        fresh = [self.buffers[p] for p in parameters if p.grad is None]
-        if fresh:
-            _zero_all(fresh)
-        for p in parameters:
-            if p.grad is not None and p.grad is not self.buffers[p]:  # from an eager step
-                self.buffers[p].copy_(p.grad)
-            p.grad = self.buffers[p]
+Buffers: TypeAlias = dict[nn.Parameter, torch.Tensor]
+"""The buffers of gradients, which all graphs share: a graph adds to ``.grad`` itself."""
 
 
-def _uses(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """How often a tensor is referred to, and its memory; unknown for wrappers, such as shards."""
-    if tensor is None:
-        return 0, 0
-    known = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-    users = count_users(tensor.untyped_storage()._cdata) if known else 0
-    return sys.getrefcount(tensor), users
+def make(buffers: Buffers, parameters: Sequence[nn.Parameter]) -> None:
+    """Make buffers for the parameters of a graph; a gradient that is there becomes one."""
+    for p in parameters:
+        if p not in buffers:
+            zeros = partial(torch.zeros_like, dtype=p.grad_dtype, requires_grad=False)
+            buffers[p] = zeros(p) if p.grad is None else p.grad
 
 
-def _exceed(uses: tuple[int, int], usual: tuple[int, int]) -> bool:
-    return uses[0] > usual[0] or uses[1] > usual[1]
+def begin(buffers: Buffers, parameters: Sequence[nn.Parameter]) -> None:
+    """Before a replay: gradients that are not there begin at zero; others are copied."""
+    fresh = [buffers[p] for p in parameters if p.grad is None]
+    if fresh:
+        _zero_all(fresh)
+    for p in parameters:
+        if p.grad is not None and p.grad is not buffers[p]:  # from an eager step
+            buffers[p].copy_(p.grad)
+        p.grad = buffers[p]
+
+
+def fit(buffers: Buffers, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether the buffers are ``.grad``, or can be: nobody holds the memory of either."""
+    usual = _usual()
+    return all(
+        p.grad is buffers[p] or not any(map(gt, _uses(buffers, p), usual)) for p in parameters
+    )
+
+
+def _uses(buffers: Buffers, parameter: nn.Parameter) -> list[int]:
+    """How often a buffer and ``.grad`` are referred to, and their memory.
+
+    That is unknown for wrappers, such as shards.
+    """
+    found: list[int] = []
+    for tensor in (buffers[parameter], parameter.grad):
+        if tensor is None:
+            found += 0, 0
+            continue
+        known = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+        users = count_users(tensor.untyped_storage()._cdata) if known else 0
+        found += sys.getrefcount(tensor), users
+    return found
 
 
 @cache
-def _usual() -> tuple[tuple[int, int], tuple[int, int]]:
+def _usual() -> list[int]:
     """The uses of a buffer and of a gradient that nobody else holds."""
-    leaf, buffers = nn.Parameter(torch.zeros(1)), [torch.zeros(1)]
+    leaf = nn.Parameter(torch.zeros(1))
     leaf.grad = torch.zeros(1)
-    return _uses(buffers[0]), _uses(leaf.grad)
+    return _uses({leaf: torch.zeros(1)}, leaf)
 
 
 class Adding:
@@ -200,6 +203,7 @@ class Adding:
     def __init__(
         self, parameters: Sequence[nn.Parameter], buffers: Mapping[nn.Parameter, torch.Tensor]
     ) -> None:
+        """``buffers`` are those of the parameters that get gradients."""
         self._parameters = [p for p in parameters if p.requires_grad]
         self._buffers: dict[torch.Tensor, torch.Tensor] = {**buffers}
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}

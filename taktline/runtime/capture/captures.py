@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
 from taktline.checks import warn
 from taktline.errors import ScheduleError, TaktlineError, text_of
-from taktline.runtime.capture.buffers import Adding, Gradients, Inputs, Static
+from taktline.runtime.capture import buffers
+from taktline.runtime.capture.buffers import Adding, Buffers, Static
 from taktline.runtime.capture.cuda import CudaGraphs, Streams, is_loop
 from taktline.runtime.capture.state import State
-from taktline.runtime.program import Bound, Failure, bind
-from taktline.runtime.stage_actions import Binding, Drawing, RankRandom
+from taktline.runtime.program import Program, bind
 from taktline.stage import PipelineStage
 from taktline.stage.stage import parameters_of
 from taktline.text import counted
@@ -27,22 +27,6 @@ _KINDS = 8
 """The most kinds of steps that are captured; each has buffers for its batch."""
 _TRIES = 8
 """How often a kind may be captured anew; then it runs eagerly."""
-
-
-class Graph(Protocol):
-    """The graph of a program."""
-
-    def capture(self, run: Callable[[], None]) -> None:
-        """Capture a run of the program; raises if that fails."""
-        ...
-
-    def replay(self) -> None:
-        """Run the program again."""
-        ...
-
-
-Graphs: TypeAlias = Callable[[], Graph]
-"""Makes graphs."""
 
 
 @dataclass(slots=True)
@@ -59,7 +43,7 @@ class _Entry:
     """The parameters that get gradients."""
     any_order: bool = False
     """Whether no forward changes what another one reads."""
-    graph: Graph | None = None
+    graph: Any = None
     static: Static = field(init=False)
     """The buffers of the graph."""
     streams: int = 1
@@ -78,21 +62,24 @@ class _Entry:
 
 
 class Captures:
-    """The captured programs of one schedule on this rank."""
+    """The captured programs of one schedule on this rank.
+
+    ``make_graph`` makes graphs: each has ``capture(run)``, and ``replay()`` that runs it again.
+    """
 
     def __init__(
         self,
         stages: Sequence[PipelineStage],
         device: torch.device,
-        graphs: Graphs | None = None,
+        make_graph: Callable[[], Any] | None = None,
         *,
         dynamic_shapes: bool = False,
     ) -> None:
-        self._graphs = graphs or CudaGraphs(device)
+        self._make_graph = make_graph or CudaGraphs(device)
         self._stages = list(stages)
         self._device = device
         self._refusal: str | None = None
-        if graphs is None and device.type != "cuda":
+        if make_graph is None and device.type != "cuda":
             self._refusal = f"the stages compute on {device}"
         elif dynamic_shapes:
             self._refusal = "shapes depend on values (dynamic_shapes), so no step is like another"
@@ -102,38 +89,52 @@ class Captures:
     def forget(self) -> None:
         """Drop all graphs, after a failed step."""
         self._entries: dict[Hashable, _Entry] = {}
-        self._gradients = Gradients()
+        self._buffers: Buffers = {}
+        self._warming: tuple[_Entry, State, list[tuple[nn.Parameter, Any, int]]] | None = None
+        """If the running step warms up: its kind, and what was there before."""
 
-    def run(
-        self, key: Hashable, bound: Bound, eagerly: Callable[[], Failure | None]
-    ) -> Failure | None:
-        """Run a step: by a replay, or ``eagerly``; ``key`` is the kind that the ranks agreed on."""
-        binding = bound.binding
-        inputs, state = Inputs(binding.feed), State(self._stages, binding.loss_fn)
-        reason = self._refusal or _refusal(binding) or inputs.refusal(self._device) or state.refusal
+    def replay(self, key: Hashable, program: Program) -> bool:
+        """Run a step by a replay; False: it must run eagerly, before :meth:`note` is called.
+
+        ``key`` is the kind that the ranks have agreed on.
+        """
+        self._warming, feed = None, program.binding.feed
+        leaves, structure = buffers.leaves_of(feed)
+        state = State(self._stages, program.binding.loss_fn)
+        reason = (
+            self._refusal
+            or _refusal(program)
+            or buffers.refusal_of(leaves, self._device)
+            or state.refusal
+        )
         if reason is not None:
             self._warn(reason)
-        if reason is not None or bound.known is None:  # the first step finds the signatures
-            return eagerly()
-        kind = key, inputs.kind
+        if reason is not None or program.known is None:  # the first step finds the signatures
+            return False
+        kind = key, structure, buffers.kind_of(feed, leaves)
         if kind not in self._entries and len(self._entries) >= _KINDS:
             self._warn(f"there are more than {_KINDS} kinds of steps; the rest runs eagerly")
-            return eagerly()
-        entry = self._entries.setdefault(kind, _Entry(_name(bound)))
+            return False
+        entry = self._entries.setdefault(kind, _Entry(_name(program)))
         if entry.refusal is None:
             self._check(entry, state)
         if entry.refusal is None and entry.graph is None:
             if entry.warm < _WARM_UP:
-                return self._warm_up(entry, binding, eagerly)
-            self._capture(entry, bound, inputs, state)
+                gradients = [
+                    (p, p.grad, getattr(p.grad, "_version", 0)) for p in self._parameters()
+                ]
+                before = State(self._stages, program.binding.loss_fn, deep=True)
+                self._warming = entry, before, gradients
+                return False
+            self._capture(entry, program, state)
         if entry.graph is None:
-            return eagerly()
-        entry.static.fill(inputs)
-        self._gradients.begin(entry.touched)
+            return False
+        entry.static.fill(feed, leaves)
+        buffers.begin(self._buffers, entry.touched)
         entry.graph.replay()
-        entry.static.hand_over(binding.feed)
+        entry.static.hand_over(feed)
         entry.replays += 1
-        return None
+        return True
 
     def _check(self, entry: _Entry, state: State) -> None:
         """Drop the graph if something has changed; all graphs if gradients have."""
@@ -141,7 +142,7 @@ class Captures:
         if changed is not None:
             reason = f"{changed} changes before every step; keep it in a tensor, changed in place"
             entry.graph = None
-        elif entry.graph is not None and not self._gradients.fit(entry.touched):
+        elif entry.graph is not None and not buffers.fit(self._buffers, entry.touched):
             reason = "your code keeps or replaces gradients before every step; keep copies of them"
             self._drop_gradients()
         else:
@@ -151,27 +152,24 @@ class Captures:
             self._refuse(entry, reason)
 
     def _drop_gradients(self) -> None:
-        self._gradients = Gradients()
+        self._buffers = {}
         for entry in self._entries.values():
             entry.graph = None
 
-    def _warm_up(
-        self, entry: _Entry, binding: Binding, eagerly: Callable[[], Failure | None]
-    ) -> Failure | None:
-        """Run a step eagerly, and look at what it changes."""
-        gradients = [(p, p.grad, getattr(p.grad, "_version", 0)) for p in self._parameters()]
-        before = State(self._stages, binding.loss_fn, deep=True)
-        failure = eagerly()
-        if failure is not None:
-            return failure
-        after = State(self._stages, binding.loss_fn, deep=True)
+    def note(self, program: Program) -> None:
+        """Look at what a step has changed that has run eagerly, if it warms up."""
+        if self._warming is None:
+            return
+        entry, before, gradients = self._warming
+        loss_fn, observed = program.binding.loss_fn, program.binding.feed.observed
+        self._warming, after = None, State(self._stages, loss_fn, deep=True)
         entry.touched = [
             p
             for p, gradient, version in gradients
             if p.grad is not None and (p.grad is not gradient or p.grad._version != version)
         ]
-        entry.any_order = before.versions == after.versions and not binding.feed.observed
-        entry.state = State(self._stages, binding.loss_fn)
+        entry.any_order = before.versions == after.versions and not observed
+        entry.state = State(self._stages, loss_fn)
         entry.warm += 1
         changed = before.difference(after)
         if changed is not None and entry.warm == _WARM_UP:  # earlier steps may fill caches
@@ -182,32 +180,31 @@ class Captures:
             )
         elif any(p.grad is not None and p.grad.layout != torch.strided for p in entry.touched):
             self._refuse(entry, "there are sparse gradients")
-        return None
 
-    def _capture(self, entry: _Entry, bound: Bound, inputs: Inputs, state: State) -> None:
+    def _capture(self, entry: _Entry, program: Program, state: State) -> None:
         """Capture a program, or refuse it."""
-        self._gradients.make(entry.touched)
-        if not self._gradients.fit(entry.touched):
+        buffers.make(self._buffers, entry.touched)
+        if not buffers.fit(self._buffers, entry.touched):
             self._drop_gradients()
-            self._gradients.make(entry.touched)
-        static = Static(inputs, self._device)
-        static.fill(inputs)
+            buffers.make(self._buffers, entry.touched)
+        feed = program.binding.feed
+        static = Static(feed, self._device)
+        static.fill(feed, buffers.leaves_of(feed)[0])
+        binding = replace(program.binding, feed=static.feed, any_order=entry.any_order)
+        captured = bind(binding, program.known)
+        several = entry.any_order and is_loop([each.action for each in captured.quickest])
+
+        def run() -> None:
+            static.begin()
+            mine = {p: self._buffers[p] for p in entry.touched}
+            with Adding(self._parameters(), mine).instead() as adding:
+                streams = Streams(self._device, adding, several=several)
+                captured.run_alone(streams.enter, adding.take_all)
+                streams.join()
+                entry.streams = streams.count
+
         try:
-            graph, drawing = self._graphs(), bound.binding.drawing
-            if isinstance(drawing, RankRandom):
-                drawing = Drawing(self._device)  # no rank draws, so they need no numbers
-            changes = {"feed": static.feed, "drawing": drawing, "any_order": entry.any_order}
-            program = bind(replace(bound.binding, **changes), bound.known).program
-            several = entry.any_order and is_loop(program.actions())
-
-            def run() -> None:
-                static.begin()
-                with self._adding(entry.touched).instead() as adding:
-                    streams = Streams(self._device, adding, several=several)
-                    program.run_alone(streams.enter, adding.take_all)
-                    streams.join()
-                    entry.streams = streams.count
-
+            graph = self._make_graph()
             graph.capture(run)
             entry.graph, entry.static = graph, static
         except Exception as error:
@@ -215,7 +212,7 @@ class Captures:
                 stage.clear()
             kind = "" if isinstance(error, TaktlineError) else f"{type(error).__name__}: "
             self._refuse(entry, f"{kind}{text_of(error)}")
-        changed = state.difference(State(self._stages, bound.binding.loss_fn))
+        changed = state.difference(State(self._stages, program.binding.loss_fn))
         if changed is not None:
             error = ScheduleError(
                 f"{changed} was changed by a forward that is captured as a CUDA graph, but not by "
@@ -224,16 +221,13 @@ class Captures:
             error.recoverable = "restart"
             raise error
 
-    def _adding(self, touched: Sequence[nn.Parameter]) -> Adding:
-        return Adding(self._parameters(), {p: self._gradients.buffers[p] for p in touched})
-
     def _parameters(self) -> list[nn.Parameter]:
         return list(dict.fromkeys(p for stage in self._stages for p in parameters_of(stage.submod)))
 
     def _refuse(self, entry: _Entry, reason: str) -> None:
         entry.refusal, entry.graph = reason, None
         if not any(each.graph for each in self._entries.values()):
-            self._gradients = Gradients()
+            self._buffers = {}
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:
@@ -244,24 +238,26 @@ class Captures:
 
     def __str__(self) -> str:
         entries = self._entries.values()
-        lines = [f"  {entry}" for entry in entries]
         known = {entry.refusal for entry in entries}
-        lines += [f"  eagerly: {reason}" for reason in self._reasons if reason not in known]
-        return "\n".join(["CUDA graphs:", *(lines or ["  no step has run"])])
+        lines = [*map(str, entries)]
+        lines += [f"eagerly: {reason}" for reason in self._reasons if reason not in known]
+        return "\n  ".join(["CUDA graphs:", *(lines or ["no step has run"])])
 
 
-def _refusal(binding: Binding) -> str | None:
+def _refusal(program: Program) -> str | None:
     """Why a program cannot be captured, whatever its stages and batch; None if it can."""
+    binding = program.binding
     if binding.seed is not None:
         return "a seed is set before each forward, which a replay would not do; leave it out"
     if isinstance(binding.transport, LocalTransport):
         return "ranks are threads, which wait for each other in the middle of a step"
-    if isinstance(binding.drawing, RankRandom) and binding.drawing.draws:
-        return "ranks that share a process draw random numbers of their own; use one rank"
     return None
 
 
-def _name(bound: Bound) -> str:
-    call = "step()" if bound.binding.trains else "eval()"
-    rows, parts = bound.binding.feed.rows, counted(bound.plan.microbatches, "micro-batch")
+def _name(program: Program) -> str:
+    call = "step()" if program.binding.trains else "eval()"
+    rows, parts = (
+        program.binding.feed.rows,
+        counted(program.binding.plan.microbatches, "micro-batch"),
+    )
     return f"{call} with {counted(rows, 'row')} in {parts}" if rows else f"{call} with {parts}"

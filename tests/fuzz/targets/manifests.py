@@ -77,12 +77,8 @@ class _Run:
         objects = [*self.optimizers, *self.others["scheduler"]]
         objects += [self.others["scaler"], self.others["data"]]
         generators = python.getstate(), np.random.get_state(), torch.get_rng_state()
-        ranks = schedule._runner._random
-        assert ranks is not None
         states = [each.state_dict() for each in objects]
-        return copy.deepcopy(
-            (self.pipe.state_dict(), states, generators, ranks.states(), schedule.steps)
-        )
+        return copy.deepcopy((self.pipe.state_dict(), states, generators, schedule.steps))
 
 
 @cache
