@@ -245,8 +245,6 @@ def _plain(batch: Any, device: torch.device) -> Any:
 
 _Key: TypeAlias = int | str
 """The place of an argument, or its name."""
-_Dims: TypeAlias = dict[_Key, int | None]
-"""Which dimension is the batch; None: the argument is whole for each micro-batch."""
 
 
 class BatchDims:
@@ -258,7 +256,8 @@ class BatchDims:
         self._example = {} if given or example is None else _tensors(*arguments_of(example))
         self.compares = bool(self._example)
         """Whether there is an example to compare batches with."""
-        self._dims: _Dims = {}
+        self._dims: dict[_Key, int | None] = {}
+        """Which dimension is the batch; None: the argument is whole for each micro-batch."""
 
     def fitted(self, batch: Batch) -> Cutter:
         """The cutter for a batch; raises if it is unclear how to cut."""
@@ -268,10 +267,9 @@ class BatchDims:
             for key, example in self._example.items()
             if key in given and example.ndim == given[key].ndim > 0
         }
-        found, unclear = _dims(pairs, self._cutter.microbatches, self._dims)
+        unclear = self._find(pairs)
         if unclear is not None:
             raise _refusal(unclear, self._example[unclear], given[unclear])
-        self._dims |= found  # for batches that have as many rows as the example
         specs = {
             key: Replicate() if dim is None else TensorChunkSpec(dim)
             for key, dim in self._dims.items()
@@ -284,6 +282,27 @@ class BatchDims:
             args_spec=tuple(specs.get(place) for place in range(len(batch.args))),
             kwargs_spec={key: specs.get(key) for key in batch.kwargs},
         )
+
+    def _find(self, pairs: Mapping[_Key, list[tuple[int, int]]]) -> _Key | None:
+        """Find the dimension of each argument that is the batch; returns one that is unclear.
+
+        ``pairs`` are the sizes of arguments in the example and in the batch.
+        """
+        rows = next((sizes[0] for sizes in pairs.values() if sizes[0][0] != sizes[0][1]), None)
+        if rows is None:  # as many rows as in the example, or the batch is not in front
+            parts, new = self._cutter.microbatches, pairs.keys() - self._dims.keys()
+            return next((k for k in new if any(a * parts == b != a for a, b in pairs[k])), None)
+        cut = {key: sizes.index(rows) for key, sizes in pairs.items() if rows in sizes}
+        # Lengths of texts may differ, too, also in arguments that belong to all rows.
+        lengths = {size for key in cut for size in pairs[key]}
+        for key, sizes in pairs.items():
+            # As many as the rows of a micro-batch: rather a mistake than a table of that length.
+            mistaken = sizes[0][0] == rows[0] > 1
+            is_whole = not mistaken and all(a == b or (a, b) in lengths for a, b in sizes)
+            if sizes.count(rows) > 1 or (key not in cut and not is_whole):
+                return key
+        self._dims |= {key: cut.get(key) for key in pairs}
+        return None
 
     def __str__(self) -> str:
         """A sentence on the arguments that are not cut along dimension 0, if there are any."""
@@ -298,35 +317,6 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[_Key, torch
     """The arguments that are tensors; tensors in containers are cut along dimension 0."""
     found: dict[_Key, Any] = {**dict(enumerate(args)), **kwargs}
     return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
-
-
-def _dims(
-    pairs: Mapping[_Key, list[tuple[int, int]]], microbatches: int, known: _Dims
-) -> tuple[_Dims, _Key | None]:
-    """The dimension of each argument that is the batch, and an argument where that is unclear.
-
-    ``pairs`` are its sizes in the example and in the batch.
-    """
-    grown = {key: sizes[0] for key, sizes in pairs.items() if sizes[0][0] != sizes[0][1]}
-    if not grown:
-        for key, sizes in pairs.items():
-            if key not in known and any(a * microbatches == b != a for a, b in sizes[1:]):
-                return {}, key  # the batch is not in front, or texts are longer
-        return {}, None
-    rows = next(iter(grown.values()))
-    found: _Dims = {}
-    for key, sizes in pairs.items():
-        if sizes.count(rows) > 1 or grown.get(key, rows) != rows:
-            return {}, key
-        found[key] = sizes.index(rows) if rows in sizes else None
-    # Lengths of texts may differ, too, also in arguments that belong to all rows.
-    lengths = {size for key, dim in found.items() if dim is not None for size in pairs[key]}
-    for key in [key for key, dim in found.items() if dim is None]:
-        # As many as the rows of a micro-batch: more likely a mistake than a table of that length.
-        mistaken = pairs[key][0][0] == rows[0] > 1
-        if mistaken or any(a != b and (a, b) not in lengths for a, b in pairs[key]):
-            return {}, key
-    return found, None
 
 
 def _refusal(key: _Key, example: torch.Tensor, batch: torch.Tensor) -> BatchError:

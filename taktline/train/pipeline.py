@@ -142,7 +142,7 @@ class Pipeline:
         given.loss_fn = loss_fn or steps.loss_in_output
         self._loss_fn, self._turn = loss_fn, Turn("this pipeline")
         self._metrics = Metrics()
-        self._preemption = on_preempt and Preemption(on_preempt, self)
+        self._preemption = on_preempt and Preemption(on_preempt)
         self._live: Built | None = build(given)
         if self._preemption is not None:
             self._preemption.listen(self._live)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
-from weakref import finalize, ref
+from weakref import WeakSet, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -42,7 +42,7 @@ class AnotherStep(BaseException):
 class Preemption:
     """Listens for SIGTERM for a pipeline, until that is collected or ``close()`` is called."""
 
-    def __init__(self, on_preempt: Callable[[Any], object], pipe: Any) -> None:
+    def __init__(self, on_preempt: Callable[[Any], object]) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UseError(
                 "on_preempt handles SIGTERM, which only the main thread can; make the pipeline "
@@ -55,8 +55,7 @@ class Preemption:
         self._noting: RemovableHandle | None = None
         """Set when all ranks know that one of them has received SIGTERM."""
         self._forget()
-        _signals.join()
-        self._leave = finalize(pipe, _signals.leave)
+        _signals.join(self)
 
     def _forget(self) -> None:
         """Begin anew: nothing is agreed on or noted."""
@@ -144,7 +143,7 @@ class Preemption:
 
     def close(self) -> None:
         """Stop listening."""
-        self._leave()
+        _signals.leave(self)
         self._forget()
 
 
@@ -153,28 +152,27 @@ class _Signals:
 
     def __init__(self) -> None:
         self.heard = False
-        """Whether this process has received SIGTERM."""
-        self._listeners = 0
+        """Whether this process has received SIGTERM while a pipeline listened."""
+        self.listeners: WeakSet[Preemption] = WeakSet()
         self._before: Any = signal.SIG_DFL
 
-    def join(self) -> None:
+    def join(self, listener: Preemption) -> None:
         if signal.getsignal(signal.SIGTERM) != self._hear:
-            # None: the handler before was not set from Python, so it cannot be called or restored.
+            # None: the handler before was not set from Python, so it cannot be called.
             self._before = signal.signal(signal.SIGTERM, self._hear) or signal.SIG_DFL
-        self._listeners += 1
+        self.listeners.add(listener)
 
-    def leave(self) -> None:
-        self._listeners -= 1
-        here = threading.current_thread() is threading.main_thread()
-        # Another thread cannot set handlers: ours stays, and does what the one before would.
-        if not self._listeners and here and signal.getsignal(signal.SIGTERM) == self._hear:
-            signal.signal(signal.SIGTERM, self._before)
+    def leave(self, listener: Preemption) -> None:
+        self.listeners.discard(listener)
+        if not self.listeners and signal.getsignal(signal.SIGTERM) == self._hear:
+            with suppress(ValueError):  # another thread cannot set handlers; ours calls that before
+                signal.signal(signal.SIGTERM, self._before)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.heard = self.heard or self._listeners > 0
+        self.heard = self.heard or len(self.listeners) > 0
         if callable(self._before):
             self._before(number, frame)
-        elif not self._listeners and self._before is signal.SIG_DFL:
+        elif not self.listeners and self._before is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 

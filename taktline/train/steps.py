@@ -9,9 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, TypeVar
-from weakref import ref
 
 import torch
 from torch import nn
@@ -22,7 +20,6 @@ from taktline.runtime.schedule import Schedule
 from taktline.text import size_text
 from taktline.train.batches import broadcast_output, length_of, on_device
 from taktline.train.build import Built
-from taktline.transport.exit_hooks import notes
 
 T = TypeVar("T")
 
@@ -66,24 +63,7 @@ def run(
         output = broadcast_output(output, ranks, built.plan.placement.rank_of[-1])
     if loss is not None and ranks.replicas > 1:
         loss = ranks.mean_of_replicas(loss)
-    _latest[:] = [] if loss is None else [ref(loss)]
     return output, loss
-
-
-_latest: list[ref[torch.Tensor]] = []
-"""The loss of the latest step."""
-
-
-def _explain_backward(error: BaseException) -> None:
-    """Add a note to the error of ``loss.backward()`` after a step, if it ends the program."""
-    called = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    if any(each is not None and each is loss() for each in called for loss in _latest):
-        error.add_note(
-            "pipe.step() has run the backward: gradients are in .grad. Leave out loss.backward()"
-        )
-
-
-notes.append(_explain_backward)
 
 
 _OWN = "the model's own loss"

@@ -55,10 +55,6 @@ class Difference(NamedTuple):
     error: float = 0.0
     """The largest difference, relative to the largest value."""
 
-    def order(self) -> tuple[int, int, int]:
-        """A key that sorts differences in the order in which the plain model computes."""
-        return list(_PHASES).index(self.within), self.place, self.microbatch
-
     def __str__(self) -> str:
         where = f"stage {self.stage}"
         where += f", micro-batch {self.microbatch}" if self.microbatch >= 0 else ""
@@ -92,8 +88,7 @@ def verify(
     """See :meth:`taktline.Pipeline.verify`; all ranks take part."""
     if tolerance is not None:
         check("tolerance", tolerance, float, least=0)
-    mesh = built.ranks.mesh
-    if mesh is not None and mesh.ndim > 1:
+    if built.ranks.mesh is not None and built.ranks.mesh.ndim > 1:
         raise UseError(
             "verify() needs a pipeline without replicas and tensor parallelism; make one with the "
             "same stages"
@@ -110,40 +105,43 @@ def verify(
         in_mode(*dropouts, training=False),
         ExitStack() as stack,
     ):
-        whole = _record(plain, named_modules(plain), stack)
-        wanted = _plain_loss(plain, built.options["loss_fn"], batch)
+        (whole,), wanted = _plain_step(plain, built.options["loss_fn"], batch, stack)
         forwards = {
             stage: _record(module, _same_modules(built, stage, plain), stack)
             for stage, module in stages.items()
         }
         _, loss = run(built, "step", _cloned(batch), False)
         built.schedule.steps, runner.stepped_at = steps, stepped_at  # this is no training step
-        pairs = [each for stage in forwards for each in _outputs(built, stage, forwards, *whole)]
+        pairs = [pair for stage in forwards for pair in _outputs(built, stage, forwards, whole)]
         if loss is not None:
             last = Difference("loss", 0, -1, built.plan.stages - 1, "")
             pairs.append((last, loss.detach(), wanted))
-        largest = max((_largest(p.grad) for p in plain.parameters()), default=0.0)
         pairs += _gradients(built, plain)
-        found = [
-            place._replace(error=error)
-            for place, here, there in pairs
-            if (error := _error(here, there, tolerance, largest * (place.within == "gradient")))
-        ]
-    first = min(found, key=Difference.order, default=None)
-    shape = (int, Either(None, (str, int, int, int, str, float)))
-    mine, call = (len(pairs), first), "verify()"
-    shared = share_values(built.ranks.transport, mine, shape, call, what="the differences")
+        largest = max((_largest(p.grad) for p in plain.parameters()), default=0.0)
+    found = [
+        where._replace(error=error)
+        for where, here, there in pairs
+        if (error := _error(here, there, tolerance, largest * (where.within == "gradient")))
+    ]
+    mine, shape = (len(pairs), _first(found)), (int, Either(None, (str, int, int, int, str, float)))
+    call, what = "verify()", "the differences"
+    shared = share_values(built.ranks.transport, mine, shape, call, what=what)
     differences = [Difference(*each) for _, each in shared if each is not None]
-    compared = sum(count for count, _ in shared)
-    return Verification(compared, min(differences, key=Difference.order, default=None))
+    return Verification(sum(count for count, _ in shared), _first(differences))
+
+
+def _first(found: Sequence[Difference]) -> Difference | None:
+    """The first difference in the order in which the plain model computes."""
+    phases = list(_PHASES)
+    return min(found, key=lambda d: (phases.index(d.within), *d[1:3]), default=None)
 
 
 def _copy_of(model: nn.Module, built: Built) -> nn.Module:
     """The plain model with the pipeline's values, on every rank."""
     check("model", model, nn.Module)
-    device, plain = built.ranks.device, copy.deepcopy(model)
     values = gathered_state(built.model, built.ranks, everywhere=True)
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    plain, device = copy.deepcopy(model), built.ranks.device
     plain = plain.to_empty(device=device) if is_meta else plain.to(device)
     try:
         plain.load_state_dict(values)
@@ -155,6 +153,19 @@ def _copy_of(model: nn.Module, built: Built) -> nn.Module:
     plain.train(all(module.training for module in built.model.modules.values()))
     plain.zero_grad()
     return plain
+
+
+def _plain_step(
+    plain: nn.Module, loss_fn: Any, batch: Any, stack: ExitStack
+) -> tuple[list[_Forward], torch.Tensor]:
+    """Run the whole batch forward and backward; returns what modules return, and the loss."""
+    args, target, options = _cloned(batch)
+    forwards = _record(plain, named_modules(plain), stack)
+    with collect_losses() as added:
+        output = plain(*args, **of_model(options))
+    loss = sum(added, start=loss_fn(output, target, **options.get("loss_kwargs") or {}))
+    loss.backward()
+    return forwards, loss.detach()
 
 
 def _same_modules(built: Built, stage: int, plain: nn.Module) -> dict[str, nn.Module]:
@@ -170,25 +181,23 @@ def _same_modules(built: Built, stage: int, plain: nn.Module) -> dict[str, nn.Mo
 _Forward: TypeAlias = dict[str, list[torch.Tensor]]
 """Outputs by module, of all its calls within the forward; in that order."""
 _Pair: TypeAlias = tuple[Difference, torch.Tensor, torch.Tensor]
-"""A tensor of the pipeline and that of the plain model, and where they are."""
+"""Where a tensor is, the pipeline's and that of the plain model."""
 
 
 def _record(root: nn.Module, modules: Mapping[str, nn.Module], stack: ExitStack) -> list[_Forward]:
     """A list that gets the outputs of modules in each call of ``root``, until the stack is left."""
     forwards: list[_Forward] = []
-    inside = False  # what a backward computes again is not recorded
+    running = [False]  # what a backward computes again is not recorded
 
     def begin(*_: Any) -> None:
-        nonlocal inside
-        inside = True
+        running[0] = True
         forwards.append({})
 
     def end(*_: Any) -> None:
-        nonlocal inside
-        inside = False
+        running[0] = False
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if inside:
+        if running[0]:
             tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
             # Copies, as the next module may change them in place.
             forwards[-1].setdefault(name, []).extend(x.detach().clone() for x in tensors)
@@ -200,36 +209,34 @@ def _record(root: nn.Module, modules: Mapping[str, nn.Module], stack: ExitStack)
     return forwards
 
 
-def _plain_loss(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
-    """Run the whole batch forward and backward; returns the loss."""
-    args, target, options = _cloned(batch)
-    with collect_losses() as added:
-        output = model(*args, **of_model(options))
-    loss = sum(added, start=loss_fn(output, target, **options.get("loss_kwargs") or {}))
-    loss.backward()
-    return loss.detach()
-
-
 def _outputs(
     built: Built, stage: int, forwards: Mapping[int, Sequence[_Forward]], whole: _Forward
 ) -> Iterator[_Pair]:
-    """The outputs of a stage's modules for each micro-batch."""
+    """The outputs of a stage's modules for each micro-batch, beside rows of the plain model's."""
     rows = built.plan.rows_of(built.plan.placement.rank_of[stage])
     order = rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
-    recorded = forwards[stage]  # in this order; of a small batch, there are fewer micro-batches
-    order = [part for part in order if part < len(recorded)]
-    by_microbatch = sorted(zip(order, recorded, strict=True), key=lambda each: each[0])
+    # Of a small batch, there are fewer micro-batches.
+    order = [part for part in order if part < len(forwards[stage])]
+    recorded = dict(sorted(zip(order, forwards[stage], strict=True)))
     for place, (name, outputs) in enumerate(whole.items()):
+        # Of a module that several stages call, each has a part of the calls.
+        called = [m for m in recorded if len(recorded[m].get(name, ())) == len(outputs)]
         for number, output in enumerate(outputs):
-            found = {
-                microbatch: forward[name][number]
-                for microbatch, forward in by_microbatch
-                # Of a module that several stages call, each has a part of the calls.
-                if len(forward.get(name, ())) == len(outputs)
-            }
-            expected = _rows(output, list(found.values()))
-            for (microbatch, part), there in zip(found.items(), expected, strict=False):
+            parts = [recorded[microbatch][name][number] for microbatch in called]
+            for microbatch, part, there in zip(called, parts, _rows(output, parts), strict=False):
                 yield Difference("forward", place, microbatch, stage, name), part, there
+
+
+def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The rows of each micro-batch in a tensor of the plain model; none if they do not match."""
+    if all(part.shape == whole.shape for part in parts):
+        return [whole] * len(parts)  # not cut
+    if any(part.dim() != whole.dim() for part in parts):
+        return []
+    cut = {d for part in parts for d in range(whole.dim()) if part.shape[d] != whole.shape[d]}
+    sizes = [part.shape[min(cut)] for part in parts]
+    matches = len(cut) == 1 and sum(sizes) == whole.shape[min(cut)]
+    return whole.split(sizes, min(cut)) if matches else []
 
 
 def _gradients(built: Built, plain: nn.Module) -> Iterator[_Pair]:
@@ -262,18 +269,6 @@ def _error(
     found, expected = found.double(), expected.double()
     error = _largest(found - expected) / max(_largest(expected), 1e-3 * largest, 1e-12)
     return 0.0 if error <= limit else min(error, _ENDLESS) if error == error else _ENDLESS
-
-
-def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The rows of each micro-batch in a tensor of the plain model; none if they do not match."""
-    if all(part.shape == whole.shape for part in parts):
-        return [whole] * len(parts)  # not cut
-    if any(part.dim() != whole.dim() for part in parts):
-        return []
-    cut = {d for part in parts for d in range(whole.dim()) if part.shape[d] != whole.shape[d]}
-    dim = min(cut)
-    sizes = [part.shape[dim] for part in parts]
-    return whole.split(sizes, dim) if len(cut) == 1 and sum(sizes) == whole.shape[dim] else []
 
 
 def _cloned(batch: Any) -> Any:
