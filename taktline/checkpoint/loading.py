@@ -2,20 +2,17 @@
 
 ::
 
-    check     names, shapes, types, checksums; changes nothing
-    begin     what torch or a user's object may refuse: optimizers, schedulers, data, random
-              numbers; can be undone
+    prepare   checks names, shapes, types, checksums; then loads what torch or a user's object may
+              refuse: optimizers, schedulers, data, random numbers
     finish    fills the tensors, and sets the rest
 
-All ranks end each of them together. If one refuses something, all ranks raise the error, and
-nothing has changed.
+All ranks end both of them together. If one refuses something, all ranks raise the error, and no
+weight has changed.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,12 +25,12 @@ from torch.optim import Optimizer
 from taktline.checkpoint.files import Checkpoint, Entry
 from taktline.checkpoint.model_state import ModelState, joined
 from taktline.checkpoint.saving import (
-    RandomNumbers,
     Training,
     is_save,
     kind_of,
     latest,
     named,
+    set_random_numbers,
     wait,
 )
 from taktline.checks import check
@@ -64,13 +61,8 @@ def load(model: ModelState, folder: Any, training: Training) -> Loaded:
     with model.together("load()") as call:
         find = partial(_find, folder, processes.place)
         path = processes.everywhere(find, f"read {folder}", call)[0]
-        loading = _Loading(model, training)
-        processes.everywhere(lambda: loading.check(Path(path)), f"read {path}", call)
-        try:
-            processes.everywhere(loading.begin, f"load {path}", call)
-        except BaseException:
-            loading.undo()
-            raise
+        loading = _Loading(model, training, Path(path))
+        processes.everywhere(loading.prepare, f"load {path}", call)
         processes.everywhere(loading.finish, f"load {path}", call)
         return loading.loaded
 
@@ -95,51 +87,38 @@ class _Loading:
     _targets: list[tuple[str, torch.Tensor]]
     """The tensors to fill, with their names in the checkpoint."""
 
-    def __init__(self, model: ModelState, training: Training) -> None:
-        self._model, self._training = model, training
-        self._undo: list[Callable[[], None]] = []
+    def __init__(self, model: ModelState, training: Training, path: Path) -> None:
+        self._model, self._training, self._path = model, training, path
         self._resumes = False
 
-    def check(self, path: Path) -> None:
-        """Raise if anything does not fit."""
-        self._checkpoint = checkpoint = Checkpoint(path)
+    def prepare(self) -> None:
+        """Raise if anything does not fit; load what only its owner can refuse."""
+        self._checkpoint = checkpoint = Checkpoint(self._path)
         self._same = checkpoint.values.get("layout") == self._model.processes.sizes
         stored = self._stored_names()
         self._targets = self._of_model(stored)
         names = {id(value): stored[name] for name, value in self._model.saved()}
-        self._optimizers = [
+        optimizers = [
             _OptimizerState(optimizer, index, checkpoint, names)
             for index, optimizer in enumerate(self._training.optimizers)
         ]
-        rooms = [room[:2] for optimizer in self._optimizers for room in optimizer.rooms]
+        rooms = [room[:2] for optimizer in optimizers for room in optimizer.rooms]
         for name, tensor in (*self._targets, *rooms):
             checkpoint.check(name, tensor)
-        self._states = self._of_others()
-        self.loaded = Loaded(path, checkpoint.step, checkpoint.value("extra"))
+        states = self._of_others()
+        self.loaded = Loaded(self._path, checkpoint.step, checkpoint.value("extra"))
 
-    def begin(self) -> None:
-        """Load everything that may still be refused: by torch, or by a user's own object."""
-        generators = RandomNumbers(self._model)
-        self._undo.append(_kept(generators))  # and so the last to be undone
-        for target, state in self._states:
-            self._undo.append(_kept(target))
+        for target, state in states:
             target.load_state_dict(state)
-        for optimizer in self._optimizers:
-            self._undo.append(optimizer.kept())
+        for optimizer in optimizers:
             self._targets += optimizer.apply()
         for scheduler in self._training.schedulers:
             _fit_groups(scheduler)
         # In another layout, only the first process finds random numbers to go on with.
         if self._same or not self._model.processes.place:
             numbers = self._own("random")
-            generators.load_state_dict(numbers)
+            set_random_numbers(self._model, numbers)
             self._resumes = numbers.get("reading", False)
-
-    def undo(self) -> None:
-        """Undo ``begin()``."""
-        while self._undo:
-            with suppress(Exception):
-                self._undo.pop()()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -219,19 +198,6 @@ class _Loading:
         return self._checkpoint.value(f"{name}/{place}")
 
 
-def _kept(target: Any) -> Callable[[], None]:
-    """A function that gives an object the state back that it has now."""
-    state, own = copy.deepcopy(target.state_dict()), dict(getattr(target, "__dict__", {}))
-
-    def undo() -> None:
-        if own:
-            vars(target).clear()
-            vars(target).update(own)
-        target.load_state_dict(state)
-
-    return undo
-
-
 def _fit_groups(scheduler: Any) -> None:
     """Fit a scheduler to the groups of its optimizer; the rank that saved may have had others."""
     for inner in getattr(scheduler, "_schedulers", ()):
@@ -305,11 +271,6 @@ class _OptimizerState:
                 "put in shards as the parameter is"
             )
         return torch.empty(entry.shape, dtype=entry.dtype)
-
-    def kept(self) -> Callable[[], None]:
-        """A function that gives the optimizer the state back that it has now."""
-        own = self._optimizer.__dict__
-        return partial(own.update, dict(own))  # a load replaces state and groups
 
     def apply(self) -> list[tuple[str, torch.Tensor]]:
         """Load the state; returns its tensors, which are to be filled, with their names."""

@@ -75,57 +75,52 @@ class Training:
         """The state of ``data`` and of ``random`` numbers, if it is not that of now."""
         for each in self.optimizers:
             check("optimizer", each, Optimizer, "an optimizer of torch, or a list")
-        for each in self.schedulers:
-            _require_state("scheduler", each, "as schedulers of torch have, or a list")
-        _require_state("scaler", scaler, "as GradScaler of torch has")
-        _require_state("data", data, "as the loader may have that pipe.loader() reads")
-
-
-def _require_state(name: str, value: Any, advice: str) -> None:
-    methods = ("state_dict", "load_state_dict")
-    if value is not None and not all(callable(getattr(value, each, None)) for each in methods):
-        refuse(name, f"an object with state_dict() and load_state_dict(), {advice}", value)
+        others = [("scheduler", each) for each in self.schedulers]
+        for name, value in (*others, ("scaler", scaler), ("data", data)):
+            methods = (getattr(value, each, None) for each in ("state_dict", "load_state_dict"))
+            if value is not None and not all(map(callable, methods)):
+                refuse(name, "an object with state_dict() and load_state_dict()", value)
 
 
 def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-class RandomNumbers:
+def random_numbers(model: ModelState) -> dict[str, Any]:
     """The generators of a process: torch's, Python's, NumPy's, and those of ranks that share it."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    device, ranks = _generators(model)
+    on_cpu = device.type == "cpu"
+    return {
+        "torch": torch.get_rng_state(),
+        "device": None if on_cpu else torch.get_device_module(device).get_rng_state(device),
+        "python": (version, torch.tensor(numbers), gauss),
+        "numpy": (kind, torch.tensor(np.asarray(keys, np.int64)), *rest),
+        "ranks": None if ranks is None else ranks.states(),
+        "reading": model.loaders > 0,
+    }
 
-    def __init__(self, model: ModelState) -> None:
-        runner = None if model.schedule is None else model.schedule._runner
-        self._model = model
-        first = next((value.device for _, value in model.held()), torch.device("cpu"))
-        self._device = first if runner is None else runner.device
-        self._ranks = None if runner is None else runner._random
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of all generators."""
-        version, numbers, gauss = random.getstate()
-        kind, keys, *rest = np.random.get_state(legacy=True)
-        device, module = self._device, torch.get_device_module(self._device)
-        return {
-            "torch": torch.get_rng_state(),
-            "device": None if device.type == "cpu" else module.get_rng_state(device),
-            "python": (version, torch.tensor(numbers), gauss),
-            "numpy": (kind, torch.tensor(np.asarray(keys, np.int64)), *rest),
-            "ranks": None if self._ranks is None else self._ranks.states(),
-            "reading": self._model.loaders > 0,
-        }
+def set_random_numbers(model: ModelState, state: Mapping[str, Any]) -> None:
+    """Set the state of all generators; that of another kind of device stays as it is."""
+    torch.set_rng_state(state["torch"])
+    device, ranks = _generators(model)
+    if device.type != "cpu" and state["device"] is not None:
+        torch.get_device_module(device).set_rng_state(state["device"], device)
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if ranks is not None and state["ranks"] is not None:
+        ranks.set_states(state["ranks"])
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the state of all generators; that of another kind of device stays as it is."""
-        torch.set_rng_state(state["torch"])
-        if self._device.type != "cpu" and state["device"] is not None:
-            torch.get_device_module(self._device).set_rng_state(state["device"], self._device)
-        version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(numbers.tolist()), gauss))
-        kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-        if self._ranks is not None and state["ranks"] is not None:
-            self._ranks.set_states(state["ranks"])
+
+def _generators(model: ModelState) -> tuple[torch.device, Any]:
+    """The device that draws numbers, and the generators of ranks that share this process."""
+    if model.schedule is not None:
+        return model.schedule._runner.device, model.schedule._runner._random
+    return next((value.device for _, value in model.held()), torch.device("cpu")), None
 
 
 def saves(folder: Path) -> list[Path]:
@@ -418,7 +413,7 @@ def _remove_old(folder: Path, keep: int) -> None:
 def _values(model: ModelState, training: Training) -> dict[str, Any]:
     """All but the tensors of the model and optimizers; most values are each process's own."""
     place, noted = model.processes.place, training.noted
-    values = {f"random/{place}": noted.get("random") or RandomNumbers(model).state_dict()}
+    values = {f"random/{place}": noted.get("random") or random_numbers(model)}
     if training.data is not None:
         values[f"data/{place}"] = noted["data"] if "data" in noted else training.data.state_dict()
     if training.scaler is not None:

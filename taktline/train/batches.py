@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from taktline import pytree
 from taktline.checkpoint.model_state import ModelState
-from taktline.checkpoint.saving import RandomNumbers
+from taktline.checkpoint.saving import random_numbers, set_random_numbers
 from taktline.errors import BatchError, DataError, SignatureError, TaktlineError, text_of
 from taktline.meta import Signature, is_sharded
 from taktline.runtime.microbatch import Batch, Cutter, Replicate, TensorChunkSpec, describe
@@ -99,8 +99,8 @@ _CALL = "pipe.loader(…)"
 class SharedLoader:
     """The batches of a loader, read by one rank of each replica; made by :meth:`Pipeline.loader`.
 
-    All ranks create it, and iterate over it together. Each gets the same batch, with its tensors on
-    the pipeline's device. All ranks stop at the end, and all raise an error in reading.
+    All ranks create it, and iterate over it together. All ranks of a replica get the same batch,
+    with its tensors on the pipeline's device, stop at the end, and raise an error in reading.
 
     >>> import taktline as tl
     >>> pipe = tl.Pipeline([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], microbatches=2, ranks=2)
@@ -144,11 +144,10 @@ class SharedLoader:
 
     def _begun(self) -> Iterator[Any]:
         """Begin to read. What this draws at random, a resumed run has drawn before it was saved."""
-        numbers = RandomNumbers(self._model)
-        before = numbers.state_dict()
+        before = random_numbers(self._model)
         found = iter(_checked(self._batches))
         if self._model.resumes:
-            numbers.load_state_dict(before)
+            set_random_numbers(self._model, before)
         self._model.loaders, self._model.resumes = self._model.loaders + 1, False
         return found
 
@@ -178,9 +177,10 @@ class SharedLoader:
         )
 
     def _agreed(self, read: Callable[[], list[Any]], what: str) -> list[Any]:
-        """The list that the reading rank reads, on every rank; an error is raised on every rank.
+        """What the reading rank reads, on every rank of the replica; an error is raised on them.
 
-        The list has one value, or none at the end.
+        It is a list with one value, or none at the end. If replicas have different numbers of
+        batches, or one cannot read, their next call does not fit to that of the others.
         """
         ranks, cause = self._ranks, None
         found: list[Any] | str = []
@@ -195,21 +195,9 @@ class SharedLoader:
                 found = broadcast(found, group, ranks.device, 0, _CALL)
             except SignatureError as refused:
                 found = str(refused)
-
-        def count() -> int:
-            if isinstance(found, str):
-                replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
-                raise DataError(f"rank 0{replica}, {what}: {found}") from cause
-            return len(found)
-
-        alike = ranks.replicas == 1
-        counts = [count()] if alike else ranks.processes.everywhere(count, "read", _CALL)
-        if len(set(counts)) > 1:
-            raise DataError(
-                f"the replicas have different numbers of batches: {what} exists in some, but not "
-                "in others; use the same number in all, for example with DistributedSampler("
-                "dataset, pipe.replicas, pipe.replica)"
-            )
+        if isinstance(found, str):
+            replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
+            raise DataError(f"rank 0{replica}, {what}: {found}") from cause
         return list(found)
 
 

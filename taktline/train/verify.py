@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import sys
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -26,42 +26,20 @@ from taktline.train.steps import in_mode, of_model, run
 from taktline.transport.exchange import share_values
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-_ENDLESS = sys.float_info.max
-"""Reported for an error that is not finite."""
-_PHASES = {
-    "forward": "the output of {}",
-    "loss": "the loss",
-    "gradient": "the gradient of the parameter {}",
-}
+_FORWARD, _LOSS, _GRADIENT = range(3)
 _MEAN = (
     "the mean of loss_fn over micro-batches is not its value for the batch: make it a mean over "
     "rows, or pass loss_weights"
 )
 _DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
 
+_Forward: TypeAlias = dict[str, list[torch.Tensor]]
+"""Outputs by module, of all its calls within the forward; in that order."""
+_Pair: TypeAlias = tuple[tuple[int, int, int], str, torch.Tensor, torch.Tensor]
+"""A tensor of the pipeline and that of the plain model: when it is computed there, and where.
 
-class Difference(NamedTuple):
-    """A tensor that differs between a pipeline and the plain model."""
-
-    within: str
-    """The phase: "forward", "loss" or "gradient"."""
-    place: int
-    """In the order in which the plain model computes."""
-    microbatch: int
-    """-1: all of them together."""
-    stage: int
-    name: str
-    """Of a module, or of a parameter."""
-    error: float = 0.0
-    """The largest difference, relative to the largest value."""
-
-    def __str__(self) -> str:
-        where = f"stage {self.stage}"
-        where += f", micro-batch {self.microbatch}" if self.microbatch >= 0 else ""
-        what = _PHASES[self.within].format(self.name or "the model")
-        advice = f"; {_MEAN}" if self.within == "loss" else ""
-        much = "is not finite" if self.error == _ENDLESS else f"differs by {self.error:.1e}"
-        return f"{where}, {self.within}: {what} {much}{advice}"
+The first is the phase, the second the place in it, and the third the micro-batch.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +48,14 @@ class Verification:
 
     compared: int
     """The number of tensors that were compared, on all ranks."""
-    difference: Difference | None
+    difference: str
+    """The first difference in the order in which the plain model computes; or nothing."""
 
     def __bool__(self) -> bool:
-        return self.difference is None
+        return not self.difference
 
     def __str__(self) -> str:
-        return str(self.difference or f"equal to the plain model: {self.compared:,} tensors")
+        return self.difference or f"equal to the plain model: {self.compared:,} tensors"
 
 
 def verify(
@@ -105,35 +84,31 @@ def verify(
         in_mode(*dropouts, training=False),
         ExitStack() as stack,
     ):
-        (whole,), wanted = _plain_step(plain, built.options["loss_fn"], batch, stack)
+        whole = _record(plain, named_modules(plain), stack)
+        wanted = _plain_loss(plain, built.options["loss_fn"], batch)
         forwards = {
             stage: _record(module, _same_modules(built, stage, plain), stack)
             for stage, module in stages.items()
         }
         _, loss = run(built, "step", _cloned(batch), False)
         built.schedule.steps, runner.stepped_at = steps, stepped_at  # this is no training step
-        pairs = [pair for stage in forwards for pair in _outputs(built, stage, forwards, whole)]
+        pairs = [pair for stage in forwards for pair in _outputs(built, stage, forwards, *whole)]
         if loss is not None:
-            last = Difference("loss", 0, -1, built.plan.stages - 1, "")
-            pairs.append((last, loss.detach(), wanted))
+            where = f"stage {built.plan.stages - 1}, loss: the loss"
+            pairs.append(((_LOSS, 0, 0), where, loss.detach(), wanted))
         pairs += _gradients(built, plain)
         largest = max((_largest(p.grad) for p in plain.parameters()), default=0.0)
-    found = [
-        where._replace(error=error)
-        for where, here, there in pairs
-        if (error := _error(here, there, tolerance, largest * (where.within == "gradient")))
-    ]
-    mine, shape = (len(pairs), _first(found)), (int, Either(None, (str, int, int, int, str, float)))
+    found: list[tuple[int, int, int, str]] = []
+    for order, where, here, there in pairs:
+        error = _error(here, there, tolerance, largest if order[0] == _GRADIENT else 0.0)
+        if error:
+            much = f"differs by {error:.1e}" if error < math.inf else "is not finite"
+            found.append((*order, f"{where} {much}" + (f"; {_MEAN}" * (order[0] == _LOSS))))
+    mine, shape = (len(pairs), min(found, default=None)), (int, Either(None, (int, int, int, str)))
     call, what = "verify()", "the differences"
     shared = share_values(built.ranks.transport, mine, shape, call, what=what)
-    differences = [Difference(*each) for _, each in shared if each is not None]
-    return Verification(sum(count for count, _ in shared), _first(differences))
-
-
-def _first(found: Sequence[Difference]) -> Difference | None:
-    """The first difference in the order in which the plain model computes."""
-    phases = list(_PHASES)
-    return min(found, key=lambda d: (phases.index(d.within), *d[1:3]), default=None)
+    *_, first = min((each for _, each in shared if each is not None), default=[""])
+    return Verification(sum(count for count, _ in shared), first)
 
 
 def _copy_of(model: nn.Module, built: Built) -> nn.Module:
@@ -155,17 +130,14 @@ def _copy_of(model: nn.Module, built: Built) -> nn.Module:
     return plain
 
 
-def _plain_step(
-    plain: nn.Module, loss_fn: Any, batch: Any, stack: ExitStack
-) -> tuple[list[_Forward], torch.Tensor]:
-    """Run the whole batch forward and backward; returns what modules return, and the loss."""
+def _plain_loss(plain: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
+    """Run the whole batch forward and backward; returns the loss."""
     args, target, options = _cloned(batch)
-    forwards = _record(plain, named_modules(plain), stack)
     with collect_losses() as added:
         output = plain(*args, **of_model(options))
     loss = sum(added, start=loss_fn(output, target, **options.get("loss_kwargs") or {}))
     loss.backward()
-    return forwards, loss.detach()
+    return loss.detach()
 
 
 def _same_modules(built: Built, stage: int, plain: nn.Module) -> dict[str, nn.Module]:
@@ -178,26 +150,22 @@ def _same_modules(built: Built, stage: int, plain: nn.Module) -> dict[str, nn.Mo
     return found
 
 
-_Forward: TypeAlias = dict[str, list[torch.Tensor]]
-"""Outputs by module, of all its calls within the forward; in that order."""
-_Pair: TypeAlias = tuple[Difference, torch.Tensor, torch.Tensor]
-"""Where a tensor is, the pipeline's and that of the plain model."""
-
-
 def _record(root: nn.Module, modules: Mapping[str, nn.Module], stack: ExitStack) -> list[_Forward]:
     """A list that gets the outputs of modules in each call of ``root``, until the stack is left."""
     forwards: list[_Forward] = []
-    running = [False]  # what a backward computes again is not recorded
+    running = False  # what a backward computes again is not recorded
 
     def begin(*_: Any) -> None:
-        running[0] = True
+        nonlocal running
+        running = True
         forwards.append({})
 
     def end(*_: Any) -> None:
-        running[0] = False
+        nonlocal running
+        running = False
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if running[0]:
+        if running:
             tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
             # Copies, as the next module may change them in place.
             forwards[-1].setdefault(name, []).extend(x.detach().clone() for x in tensors)
@@ -212,7 +180,7 @@ def _record(root: nn.Module, modules: Mapping[str, nn.Module], stack: ExitStack)
 def _outputs(
     built: Built, stage: int, forwards: Mapping[int, Sequence[_Forward]], whole: _Forward
 ) -> Iterator[_Pair]:
-    """The outputs of a stage's modules for each micro-batch, beside rows of the plain model's."""
+    """The outputs of modules for each micro-batch, and the same rows of the plain model's."""
     rows = built.plan.rows_of(built.plan.placement.rank_of[stage])
     order = rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
     # Of a small batch, there are fewer micro-batches.
@@ -224,7 +192,8 @@ def _outputs(
         for number, output in enumerate(outputs):
             parts = [recorded[microbatch][name][number] for microbatch in called]
             for microbatch, part, there in zip(called, parts, _rows(output, parts), strict=False):
-                yield Difference("forward", place, microbatch, stage, name), part, there
+                where = f"stage {stage}, micro-batch {microbatch}, forward: the output of "
+                yield (_FORWARD, place, microbatch), where + (name or "the model"), part, there
 
 
 def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -245,10 +214,11 @@ def _gradients(built: Built, plain: nn.Module) -> Iterator[_Pair]:
     for stage, name, parameter in built.parameters():
         if name in named and parameter.requires_grad:
             zeros, there = torch.zeros_like(parameter), plain.get_parameter(name).grad
-            # The backward reaches the last one first.
-            where = Difference("gradient", -named.index(name), -1, stage, name)
+            where = f"stage {stage}, gradient: the gradient of the parameter {name}"
             here = zeros if parameter.grad is None else parameter.grad
-            yield where, here, zeros if there is None else there
+            # The backward reaches the last one first.
+            order = _GRADIENT, -named.index(name), 0
+            yield order, where, here, zeros if there is None else there
 
 
 def _largest(tensor: torch.Tensor | None) -> float:
@@ -265,10 +235,11 @@ def _error(
     if found.dtype == expected.dtype and torch.equal(found, expected):
         return 0.0
     usual = _TOLERANCE.get(expected.dtype, 3e-2)  # of types with fewer digits
-    limit = usual if tolerance is None else tolerance
     found, expected = found.double(), expected.double()
     error = _largest(found - expected) / max(_largest(expected), 1e-3 * largest, 1e-12)
-    return 0.0 if error <= limit else min(error, _ENDLESS) if error == error else _ENDLESS
+    if math.isnan(error):
+        return math.inf
+    return 0.0 if error <= (usual if tolerance is None else tolerance) else error
 
 
 def _cloned(batch: Any) -> Any:

@@ -71,7 +71,6 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
         files={f"../{k}": v for k, v in c["files"].items()}
     ),
     "lacks a part of model/blocks.0.wide.bias": twice,
-    "cannot load": lambda content: content["values"]["random/0"].update(python=3),
     "the step is -1, not a number of steps": lambda content: content.update(step=-1),
     "has version 2 of the format, and": lambda content: content.update(version=2, whatever=[]),
 }
@@ -116,23 +115,27 @@ def test_what_is_no_regular_file_is_not_opened(copied: Path, name: str, kind: st
     assert tl.checkpoint.latest(copied.parent) is None
 
 
-def test_state_that_an_optimizer_refuses(copied: Path) -> None:
-    """Torch finds out after it has changed the optimizer."""
+def spoilt_state(content: dict[str, Any]) -> None:
+    for name in [each for each in content["tensors"] if each.endswith("/step")]:
+        del content["tensors"][name]
+        content["optimizers"][0]["state"][name.split("/")[2]] = {"step": "three"}
 
-    def spoilt(content: dict[str, Any]) -> None:
-        for name in [each for each in content["tensors"] if each.endswith("/step")]:
-            del content["tensors"][name]
-            content["optimizers"][0]["state"][name.split("/")[2]] = {"step": "three"}
 
-    edited(copied, spoilt)
+OWNERS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "cannot load": lambda content: content["values"]["random/0"].update(python=3),
+    "ValueError: could not convert string to float": spoilt_state,
+}
+
+
+@pytest.mark.parametrize("text", OWNERS)
+def test_state_that_its_owner_refuses(copied: Path, text: str) -> None:
+    """Only torch finds out, when other objects have theirs; the weights stay as they are."""
+    edited(copied, OWNERS[text])
     training = Training(pipeline(2, ranks=2))
-    training.run(1)
-    before, optimizer = list(training.state()), training.optimizer.state_dict()
-    with pytest.raises(CheckpointError, match="ValueError: could not convert string to float"):
+    before = [parameter.detach().clone() for parameter in training.pipe.parameters()]
+    with pytest.raises(CheckpointError, match=text):
         training.load(copied)
-    assert all(map(torch.equal, training.state(), before))
-    assert training.optimizer.state_dict() == optimizer
-    assert training.run(1)
+    assert all(map(torch.equal, training.pipe.parameters(), before))
 
 
 OTHERS: dict[str, Callable[[DropLM], object]] = {
@@ -217,14 +220,14 @@ def broken(state: dict[str, Any]) -> None:
 def one_rank(rank: int, group: Any, folder: str, what: str) -> tuple[str, bool]:
     """Something is wrong on the last rank only."""
     training = Training(pipeline(2, mesh=mesh_of(group, None)))
-    before = list(training.state())
+    before = [parameter.detach().clone() for parameter in training.pipe.parameters()]
     if rank == 1 and what == "optimizer":
         training.optimizer = torch.optim.SGD(training.pipe.parameters())
     if rank == 1 and what == "data":
         training.data.load_state_dict = broken
     with pytest.raises(tl.TaktlineError) as caught:
         training.load(folder)
-    same = training.data.next == 0 and all(map(torch.equal, training.state(), before))
+    same = all(map(torch.equal, training.pipe.parameters(), before))
     assert training.pipe.grad_norm() >= 0  # pyright: ignore
     return str(caught.value), same
 
@@ -249,4 +252,4 @@ def test_what_one_rank_finds_all_ranks_raise(workers: Workers, tmp_path: Path) -
         told = workers.run(one_rank, str(tmp_path), what)
         assert told[0] == told[1]
         assert text in told[0][0]
-        assert told[0][1], "nothing has changed"
+        assert told[0][1], "no weight has changed"
