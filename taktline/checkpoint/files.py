@@ -130,11 +130,10 @@ def require_writable(tensor: torch.Tensor, name: str) -> None:
 
     >>> require_writable(torch.ones(2).to_sparse(), "mask")
     Traceback (most recent call last):
-    taktline.errors.CheckpointError: mask is a tensor of torch.sparse_coo, which cannot be saved
+    taktline.errors.CheckpointError: mask is a tensor of torch.sparse_coo and ..., which cannot ...
     """
-    strided = tensor.layout is torch.strided
-    if not strided or tensor.dtype not in _NAMES or tensor.is_meta:
-        kind = "no values" if tensor.is_meta else tensor.dtype if strided else tensor.layout
+    if tensor.layout is not torch.strided or tensor.dtype not in _NAMES or tensor.is_meta:
+        kind = f"{tensor.layout} and {tensor.dtype} on {tensor.device}"
         raise CheckpointError(f"{name} is a tensor of {kind}, which cannot be saved")
 
 

@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from taktline.checkpoint.files import Checkpoint, Entry
 from taktline.checkpoint.model_state import ModelState, joined
 from taktline.checkpoint.saving import (
+    RandomNumbers,
     Training,
     is_save,
     kind_of,
     latest,
     named,
-    set_random_numbers,
     wait,
 )
 from taktline.checks import check
@@ -117,7 +117,7 @@ class _Loading:
         # In another layout, only the first process finds random numbers to go on with.
         if self._same or not self._model.processes.place:
             numbers = self._own("random")
-            set_random_numbers(self._model, numbers)
+            RandomNumbers(self._model).load_state_dict(numbers)
             self._resumes = numbers.get("reading", False)
 
     @torch.no_grad()

@@ -38,7 +38,6 @@ from torch.optim import Optimizer
 
 from taktline.checkpoint.files import (
     MANIFEST,
-    Checkpoint,
     lock,
     merged,
     packed,
@@ -86,47 +85,48 @@ def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def random_numbers(model: ModelState) -> dict[str, Any]:
+class RandomNumbers:
     """The generators of a process: torch's, Python's, NumPy's, and those of ranks that share it."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    device, ranks = _generators(model)
-    on_cpu = device.type == "cpu"
-    return {
-        "torch": torch.get_rng_state(),
-        "device": None if on_cpu else torch.get_device_module(device).get_rng_state(device),
-        "python": (version, torch.tensor(numbers), gauss),
-        "numpy": (kind, torch.tensor(np.asarray(keys, np.int64)), *rest),
-        "ranks": None if ranks is None else ranks.states(),
-        "reading": model.loaders > 0,
-    }
 
+    def __init__(self, model: ModelState) -> None:
+        runner = None if model.schedule is None else model.schedule._runner
+        self._model = model
+        first = next((value.device for _, value in model.held()), torch.device("cpu"))
+        self._device = first if runner is None else runner.device
+        self._ranks = None if runner is None else runner._random
 
-def set_random_numbers(model: ModelState, state: Mapping[str, Any]) -> None:
-    """Set the state of all generators; that of another kind of device stays as it is."""
-    torch.set_rng_state(state["torch"])
-    device, ranks = _generators(model)
-    if device.type != "cpu" and state["device"] is not None:
-        torch.get_device_module(device).set_rng_state(state["device"], device)
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    if ranks is not None and state["ranks"] is not None:
-        ranks.set_states(state["ranks"])
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all generators."""
+        version, numbers, gauss = random.getstate()
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        device, module = self._device, torch.get_device_module(self._device)
+        return {
+            "torch": torch.get_rng_state(),
+            "device": None if device.type == "cpu" else module.get_rng_state(device),
+            "python": (version, torch.tensor(numbers), gauss),
+            "numpy": (kind, torch.tensor(np.asarray(keys, np.int64)), *rest),
+            "ranks": None if self._ranks is None else self._ranks.states(),
+            "reading": self._model.loaders > 0,
+        }
 
-
-def _generators(model: ModelState) -> tuple[torch.device, Any]:
-    """The device that draws numbers, and the generators of ranks that share this process."""
-    if model.schedule is not None:
-        return model.schedule._runner.device, model.schedule._runner._random
-    return next((value.device for _, value in model.held()), torch.device("cpu")), None
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the state of all generators; that of another kind of device stays as it is."""
+        torch.set_rng_state(state["torch"])
+        if self._device.type != "cpu" and state["device"] is not None:
+            torch.get_device_module(self._device).set_rng_state(state["device"], self._device)
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers.tolist()), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        if self._ranks is not None and state["ranks"] is not None:
+            self._ranks.set_states(state["ranks"])
 
 
 def saves(folder: Path) -> list[Path]:
-    """All saves of a folder, whether or not they are whole, the newest first."""
+    """All complete saves of a folder, the newest first."""
     names = filter(_SAVE.fullmatch, os.listdir(folder) if folder.exists() else ())
-    return [folder / name for name in sorted(names, key=_number, reverse=True)]
+    found = (folder / name for name in sorted(names, key=_number, reverse=True))
+    return [save for save in found if (save / MANIFEST).is_file()]
 
 
 def _number(name: str) -> int:
@@ -136,7 +136,7 @@ def _number(name: str) -> int:
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in a folder; None if there is none.
 
-    This checks manifests and the sizes of files; only a load checks every byte.
+    Only a load looks at what is in it.
 
     >>> import taktline as tl, tempfile, torch
     >>> pipe = tl.Pipeline(torch.nn.Linear(2, 2), microbatches=1)
@@ -146,16 +146,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     >>> pipe.save(runs) == latest(runs)
     True
     """
-    return next(filter(_is_whole, saves(check("folder", folder, Path))), None)
-
-
-def _is_whole(save: Path) -> bool:
-    """Whether a save has a manifest, and all files that it names."""
-    try:
-        Checkpoint(save)
-    except Exception:  # whatever is wrong in it
-        return False
-    return True
+    return next(iter(saves(check("folder", folder, Path))), None)
 
 
 def is_save(folder: Path) -> bool:
@@ -304,7 +295,8 @@ class Saving:
         self._lock = lock(self.home)
         for name in filter(_UNFINISHED.fullmatch, os.listdir(self.home)):  # of a killed process
             shutil.rmtree(self.home / name, ignore_errors=True)
-        number = max((_number(save.name) for save in saves(self.home)), default=0) + 1
+        names = filter(_SAVE.fullmatch, os.listdir(self.home))
+        number = max(map(_number, names), default=0) + 1
         self._name = f"{number:06d}-step-{self._step}"
         self.unfinished.mkdir()
 
@@ -397,23 +389,16 @@ class Saving:
 
 
 def _remove_old(folder: Path, keep: int) -> None:
-    """Remove all saves that are older than the newest ones; those that are not whole do not count.
-
-    A manifest goes first, so that no part of a save looks like a save.
-    """
-    whole = 0
-    for save in saves(folder):
-        if whole < keep:
-            whole += _is_whole(save)
-        else:
-            (save / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(save, ignore_errors=True)
+    """Remove all saves but the newest ones; a manifest goes first, as no part is a save."""
+    for save in saves(folder)[keep:]:
+        (save / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(save, ignore_errors=True)
 
 
 def _values(model: ModelState, training: Training) -> dict[str, Any]:
     """All but the tensors of the model and optimizers; most values are each process's own."""
     place, noted = model.processes.place, training.noted
-    values = {f"random/{place}": noted.get("random") or random_numbers(model)}
+    values = {f"random/{place}": noted.get("random") or RandomNumbers(model).state_dict()}
     if training.data is not None:
         values[f"data/{place}"] = noted["data"] if "data" in noted else training.data.state_dict()
     if training.scaler is not None:

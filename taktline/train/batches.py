@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from taktline import pytree
 from taktline.checkpoint.model_state import ModelState
-from taktline.checkpoint.saving import random_numbers, set_random_numbers
+from taktline.checkpoint.saving import RandomNumbers
 from taktline.errors import BatchError, DataError, SignatureError, TaktlineError, text_of
 from taktline.meta import Signature, is_sharded
 from taktline.runtime.microbatch import Batch, Cutter, Replicate, TensorChunkSpec, describe
@@ -144,10 +144,11 @@ class SharedLoader:
 
     def _begun(self) -> Iterator[Any]:
         """Begin to read. What this draws at random, a resumed run has drawn before it was saved."""
-        before = random_numbers(self._model)
+        numbers = RandomNumbers(self._model)
+        before = numbers.state_dict()
         found = iter(_checked(self._batches))
         if self._model.resumes:
-            set_random_numbers(self._model, before)
+            numbers.load_state_dict(before)
         self._model.loaders, self._model.resumes = self._model.loaders + 1, False
         return found
 

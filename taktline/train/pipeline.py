@@ -312,9 +312,7 @@ class Pipeline:
         return SharedLoader(batches, self._built.ranks, self._built.model)
 
     def progress(self, batches: Iterable[T], *, every: int = 10) -> Iterator[T]:
-        """Yields the batches, while the first rank shows how training goes.
-
-        It shows a bar on a terminal (with rich), and lines elsewhere. Every rank iterates.
+        """Yields the batches, while the first rank prints how training goes; every rank iterates.
 
         Args:
             batches: a list, a ``DataLoader``, or :meth:`loader` of one.

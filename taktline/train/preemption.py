@@ -25,7 +25,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from taktline.checkpoint.saving import Training, random_numbers, wait_for_all
+from taktline.checkpoint.saving import RandomNumbers, Training, wait_for_all
 from taktline.errors import UseError
 from taktline.train.build import Built
 
@@ -90,7 +90,7 @@ class Preemption:
         """Note where training goes on from here; also after each step of an optimizer."""
         if (built := self._built()) is not None and not torch.compiler.is_compiling():
             data = None if self._data is None else copy.deepcopy(self._data.state_dict())
-            self._noted = {"random": random_numbers(built.model), "data": data}
+            self._noted = {"random": RandomNumbers(built.model).state_dict(), "data": data}
             self._noted_of = self._data
 
     def use(self, data: Any) -> None:

@@ -225,23 +225,14 @@ class StageTable:
 
 
 def _layers(names: Iterable[str]) -> str:
-    """The layers that parameters belong to; consecutive layers of a list as a range.
+    """The first and the last layer that parameters belong to.
 
-    >>> _layers(["embed.weight", "blocks.0.a.weight", "blocks.1.a.weight", "blocks.1.b", "scale"])
-    'embed, blocks.0–1, scale'
+    >>> _layers(["embed.weight", "blocks.0.a.weight"]), _layers(["blocks.1.a", "blocks.3.b"])
+    ('embed–blocks.0', 'blocks.1–3')
     """
-    ranges: list[tuple[str, int, int]] = []  # a list, and the numbers of its first and last layer
-    for name in names:
-        match = re.match(r"((?:\D.*?\.)?)(\d+)\.", name)
-        path, number = (name.rpartition(".")[0] or name, -1)
-        if match is not None:
-            path, number = match[1], int(match[2])
-        if ranges and ranges[-1][0] == path and ranges[-1][2] in (number, number - 1):
-            ranges[-1] = path, ranges[-1][1], number
-        else:
-            ranges.append((path, number, number))
-    texts = (
-        path if first < 0 else f"{path}{first}" if first == last else f"{path}{first}–{last}"
-        for path, first, last in ranges
-    )
-    return ", ".join(dict.fromkeys(texts))
+    numbered = {name: re.match(r"(.*?\b\d+)\.", name) for name in names}
+    layers = [m[1] if m else name.rpartition(".")[0] or name for name, m in numbered.items()]
+    if not layers or layers[0] == layers[-1]:
+        return layers[0] if layers else ""
+    path = layers[0].rpartition(".")[0]
+    return f"{layers[0]}–{layers[-1].removeprefix(f'{path}.')}"

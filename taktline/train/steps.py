@@ -316,27 +316,18 @@ def _peak(device: torch.device) -> int:
 
 
 def progress(pipe: Any, batches: Iterable[T], every: int, *, measured: bool) -> Iterator[T]:
-    """Yields the batches; the first rank shows a bar on a terminal, and lines elsewhere."""
+    """Yields the batches; the first rank prints a line every few steps."""
     total = length_of(batches)
-    bar = _bar(total) if pipe.is_first and sys.stdout.isatty() else None
-    with bar or nullcontext():
-        for done, batch in enumerate(batches, start=1):
-            # The second one: in the first, ranks still exchange shapes.
-            tracing = pipe.trace() if measured and done % every == 2 % every else nullcontext()
-            with tracing as trace:
-                yield batch
-            if trace is not None and trace.timelines:
-                pipe._metrics.bubble = trace.timelines[0].bubble()
-            if bar is not None:
-                bar.update(0, completed=done)
-            # Not each time: reading the loss waits for the GPU.
-            if not pipe.is_first or (done % every and done != total):
-                continue
-            text = line(pipe.metrics())
-            if bar is not None:
-                bar.update(0, line=text)
-            else:
-                print(f"step {done:4}  {text}", flush=True)
+    for done, batch in enumerate(batches, start=1):
+        # The second one: in the first, ranks still exchange shapes.
+        tracing = pipe.trace() if measured and done % every == 2 % every else nullcontext()
+        with tracing as trace:
+            yield batch
+        if trace is not None and trace.timelines:
+            pipe._metrics.bubble = trace.timelines[0].bubble()
+        # Not each time: reading the loss waits for the GPU.
+        if pipe.is_first and (done % every == 0 or done == total):
+            print(f"step {done:4}  {line(pipe.metrics())}", flush=True)
 
 
 def line(numbers: Mapping[str, float]) -> str:
@@ -350,14 +341,3 @@ def line(numbers: Mapping[str, float]) -> str:
     texts["bubble"] = "bubble {:.0%}"
     found = [text.format(numbers[name]) for name, text in texts.items() if name in numbers]
     return "  ".join([*found, f"peak {size_text(numbers['peak_memory'])}"])
-
-
-def _bar(total: int | None) -> Any:
-    """A progress bar of rich with one task, if rich is installed."""
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    except ImportError:
-        return None
-    bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
-    bar.add_task("", total=total, line="")
-    return bar
