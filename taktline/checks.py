@@ -26,7 +26,6 @@ import reprlib
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import repeat
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
@@ -206,9 +205,11 @@ def loads(text: str | bytes, *, what: str) -> Any:
 
 def _depth(value: Any) -> int:
     """How many lists and objects lie in each other."""
-    inner = value.values() if isinstance(value, dict) else value
-    is_nested = isinstance(value, (dict, list))
-    return 1 + max(map(_depth, cast("Any", inner)), default=0) if is_nested else 0
+    if isinstance(value, dict):
+        value = list(cast("dict[str, Any]", value).values())
+    if not isinstance(value, list):
+        return 0
+    return 1 + max(map(_depth, cast("list[Any]", value)), default=0)
 
 
 class Either:
@@ -248,9 +249,9 @@ def _difference(value: Any, shape: Any, path: str) -> str:
         fits = any(not _difference(value, each, path) for each in shape.shapes)
         return "" if fits else f"{where} is {kind}, which does not fit here"
     wanted: Any = shape if isinstance(shape, type) else cast(Any, type)(shape)
-    wanted = {tuple: list}.get(wanted, wanted)
-    takes: Any = {object: object, float: (int, float)}.get(wanted, wanted)
-    if not isinstance(value, takes) or (isinstance(value, bool) and wanted not in (bool, object)):
+    wanted = list if wanted is tuple else wanted
+    takes: Any = {object: tuple(_NAMES), float: (int, float)}.get(wanted, (wanted,))
+    if kind not in [_NAMES[each] for each in takes]:
         return f"{where} is {kind}, not {_NAMES[wanted]}"
     if shape is int and not -(2**63) <= value < 2**63:
         return f"{where} has more than 64 bits"
@@ -258,14 +259,14 @@ def _difference(value: Any, shape: Any, path: str) -> str:
         return f"{where} is {value}, not a finite number"
     inner: list[tuple[Any, Any, str]] = []
     if isinstance(shape, (list, tuple)):
-        if isinstance(shape, tuple) and len(value) != len(shape):
-            return f"{where} has {len(value)} entries, not {len(shape)}"
-        shapes = shape if isinstance(shape, tuple) else repeat(shape[0])
-        inner = [
-            (x, s, f"{path}[{i}]") for i, (x, s) in enumerate(zip(value, shapes, strict=False))
-        ]
+        shapes = list(cast("Sequence[Any]", shape))
+        if isinstance(shape, tuple) and len(value) != len(shapes):
+            return f"{where} has {len(value)} entries, not {len(shapes)}"
+        shapes *= len(value) if isinstance(shape, list) else 1
+        inner = [(x, s, f"{path}[{i}]") for i, (x, s) in enumerate(zip(value, shapes, strict=True))]
     elif isinstance(shape, dict):
-        fields = dict.fromkeys(value, shape[str]) if str in shape else shape
+        fields = cast("dict[Any, Any]", shape)
+        fields = dict.fromkeys(value, fields[str]) if str in fields else fields
         if value.keys() != fields.keys():
             return f"{where} has the keys {_listed(value)}, not {_listed(fields)}"
         prefix = f"{path}." if path else ""

@@ -59,15 +59,6 @@ def require_equal(expected: Any, found: Any) -> None:
     assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
-SCHEDULES = [("1f1b", 2), ("gpipe", 2), ("zb_h1", 2), ("interleaved_1f1b", 4), ("zbv", 4)]
-
-
-@pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
-def test_tied_weights_in_one_process(schedule: str, stages: int, tmp_path: Path) -> None:
-    options = {"schedule": schedule, "ranks": 2, "cuts": CUTS[stages]}
-    require_equal(*went_on_and_resumed(tmp_path, options))
-
-
 @pytest.mark.parametrize("seed", [None, 3])
 def test_random_numbers_in_the_loss(seed: int | None, tmp_path: Path) -> None:
     options = {"ranks": 2, "cuts": CUTS[2], "loss_fn": noisy, "seed": seed}
