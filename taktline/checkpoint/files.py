@@ -378,9 +378,7 @@ def _content(path: Path) -> Any:
         )
     if whole["crc32"] != _checksum(content):
         raise CheckpointError(f"{file} is damaged; load an earlier save")
-    if conform(content, _CONTENT, what=str(file))["step"] < 0:
-        raise CheckpointError(f"{file}: the step is {content['step']}, not a number of steps")
-    return content
+    return conform(content, _CONTENT, what=str(file))
 
 
 def _checksum(content: Any) -> str:

@@ -50,7 +50,7 @@ from taktline.checkpoint.files import (
     write_text,
 )
 from taktline.checkpoint.model_state import ModelState, Processes, first_of_each, writers
-from taktline.checks import check, refuse
+from taktline.checks import check
 from taktline.errors import CheckpointError, text_of
 from taktline.meta import is_sharded, name_of
 from taktline.transport.distributed import Distributed
@@ -74,11 +74,6 @@ class Training:
         """The state of ``data`` and of ``random`` numbers, if it is not that of now."""
         for each in self.optimizers:
             check("optimizer", each, Optimizer, "an optimizer of torch, or a list")
-        others = [("scheduler", each) for each in self.schedulers]
-        for name, value in (*others, ("scaler", scaler), ("data", data)):
-            methods = (getattr(value, each, None) for each in ("state_dict", "load_state_dict"))
-            if value is not None and not all(map(callable, methods)):
-                refuse(name, "an object with state_dict() and load_state_dict()", value)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -424,7 +419,6 @@ def save(
     if keep is not None:
         check("keep", keep, int, least=1)
     step = 0 if model.schedule is None else model.schedule.steps
-    step = check("steps", step, int, least=0)
     processes = model.processes
     # The program may change its folder while this is written.
     saving = Saving(processes, folder.resolve(), step, keep)

@@ -111,7 +111,7 @@ class SharedLoader:
     """
 
     def __init__(self, batches: Iterable[Any] | None, ranks: Ranks, model: ModelState) -> None:
-        self._batches = batches
+        self._batches: Any = batches
         self._ranks, self._model = ranks, model
         # Tensor-parallel ranks of a stage need the same batch as well.
         self._within = [
@@ -161,21 +161,12 @@ class SharedLoader:
 
     def state_dict(self) -> Any:
         """The position of the loader, on the rank that reads."""
-        return self._of_loader("state_dict")()
+        return self._batches.state_dict() if self._reads else {}
 
     def load_state_dict(self, state: Any) -> None:
         """Let the loader go on at a position, on the rank that reads."""
-        self._of_loader("load_state_dict")(state)
-
-    def _of_loader(self, name: str) -> Callable[..., Any]:
-        if not self._reads:
-            return lambda *_: {}
-        if found := getattr(self._batches, name, None):
-            return found
-        raise DataError(
-            f"{type(self._batches).__name__}, which pipe.loader() reads, has no {name}(), so its "
-            "position cannot be saved; read with torchdata's StatefulDataLoader, or leave out data="
-        )
+        if self._reads:
+            self._batches.load_state_dict(state)
 
     def _agreed(self, read: Callable[[], list[Any]], what: str) -> list[Any]:
         """What the reading rank reads, on every rank of the replica; an error is raised on them.
