@@ -2,12 +2,12 @@
 
 ::
 
-    prepare   checks names, shapes, types, checksums; then loads what torch or a user's object may
-              refuse: optimizers, schedulers, data, random numbers
+    check     names, shapes, types, checksums; changes nothing
+    begin     what torch or a user's object may refuse: optimizers, schedulers, data, random numbers
     finish    fills the tensors, and sets the rest
 
-All ranks end both of them together. If one refuses something, all ranks raise the error, and no
-weight has changed.
+All ranks end each of them together. If one refuses something, all ranks raise the error, and no
+weight or optimizer has changed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,14 @@ def load(model: ModelState, folder: Any, training: Training) -> Loaded:
         find = partial(_find, folder, processes.place)
         path = processes.everywhere(find, f"read {folder}", call)[0]
         loading = _Loading(model, training, Path(path))
-        processes.everywhere(loading.prepare, f"load {path}", call)
+        processes.everywhere(loading.check, f"read {path}", call)
+        kept = [(each, dict(vars(each))) for each in training.optimizers]
+        try:
+            processes.everywhere(loading.begin, f"load {path}", call)
+        except BaseException:
+            for optimizer, own in kept:  # the tensors of a new state are not filled yet
+                vars(optimizer).update(own)
+            raise
         processes.everywhere(loading.finish, f"load {path}", call)
         return loading.loaded
 
@@ -91,26 +98,28 @@ class _Loading:
         self._model, self._training, self._path = model, training, path
         self._resumes = False
 
-    def prepare(self) -> None:
-        """Raise if anything does not fit; load what only its owner can refuse."""
+    def check(self) -> None:
+        """Raise if anything does not fit."""
         self._checkpoint = checkpoint = Checkpoint(self._path)
         self._same = checkpoint.values.get("layout") == self._model.processes.sizes
         stored = self._stored_names()
         self._targets = self._of_model(stored)
         names = {id(value): stored[name] for name, value in self._model.saved()}
-        optimizers = [
+        self._optimizers = [
             _OptimizerState(optimizer, index, checkpoint, names)
             for index, optimizer in enumerate(self._training.optimizers)
         ]
-        rooms = [room[:2] for optimizer in optimizers for room in optimizer.rooms]
+        rooms = [room[:2] for optimizer in self._optimizers for room in optimizer.rooms]
         for name, tensor in (*self._targets, *rooms):
             checkpoint.check(name, tensor)
-        states = self._of_others()
+        self._states = self._of_others()
         self.loaded = Loaded(self._path, checkpoint.step, checkpoint.value("extra"))
 
-        for target, state in states:
+    def begin(self) -> None:
+        """Load everything that may still be refused: by torch, or by a user's own object."""
+        for target, state in self._states:
             target.load_state_dict(state)
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             self._targets += optimizer.apply()
         for scheduler in self._training.schedulers:
             _fit_groups(scheduler)

@@ -470,8 +470,8 @@ class Pipeline:
     ) -> Loaded:
         """Load a save of any layout; every rank calls it, and reads its own part.
 
-        If anything does not fit, every rank raises the same :class:`CheckpointError`, and no
-        weight is changed. Returns ``path``, ``step`` and ``extra``.
+        If anything does not fit, every rank raises the same :class:`CheckpointError`, and
+        neither weights nor optimizers change. Returns ``path``, ``step`` and ``extra``.
 
         Args:
             folder: a save, or a folder of saves, of which the latest one that is whole is taken.

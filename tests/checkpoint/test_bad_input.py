@@ -128,13 +128,16 @@ OWNERS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("text", OWNERS)
 def test_state_that_its_owner_refuses(copied: Path, text: str) -> None:
-    """Only torch finds out, when other objects have theirs; the weights stay as they are."""
+    """Only torch finds out, when other objects have theirs; weights and optimizers stay."""
     edited(copied, OWNERS[text])
     training = Training(pipeline(2, ranks=2))
-    before = [parameter.detach().clone() for parameter in training.pipe.parameters()]
+    training.run(1)
+    before, optimizer = list(training.state()), training.optimizer.state_dict()
     with pytest.raises(CheckpointError, match=text):
         training.load(copied)
-    assert all(map(torch.equal, training.pipe.parameters(), before))
+    assert all(map(torch.equal, training.state(), before))
+    assert training.optimizer.state_dict() == optimizer
+    assert training.run(1)
 
 
 OTHERS: dict[str, Callable[[DropLM], object]] = {
@@ -215,14 +218,14 @@ def broken(state: dict[str, Any]) -> None:
 def one_rank(rank: int, group: Any, folder: str, what: str) -> tuple[str, bool]:
     """Something is wrong on the last rank only."""
     training = Training(pipeline(2, mesh=mesh_of(group, None)))
-    before = [parameter.detach().clone() for parameter in training.pipe.parameters()]
+    before = list(training.state())
     if rank == 1 and what == "optimizer":
         training.optimizer = torch.optim.SGD(training.pipe.parameters())
     if rank == 1 and what == "data":
         training.data.load_state_dict = broken
     with pytest.raises(tl.TaktlineError) as caught:
         training.load(folder)
-    same = all(map(torch.equal, training.pipe.parameters(), before))
+    same = all(map(torch.equal, training.state(), before))
     assert training.pipe.grad_norm() >= 0  # pyright: ignore
     return str(caught.value), same
 
@@ -247,4 +250,4 @@ def test_what_one_rank_finds_all_ranks_raise(workers: Workers, tmp_path: Path) -
         told = workers.run(one_rank, str(tmp_path), what)
         assert told[0] == told[1]
         assert text in told[0][0]
-        assert told[0][1], "no weight has changed"
+        assert told[0][1], "neither weights nor optimizers have changed"

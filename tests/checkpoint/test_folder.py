@@ -60,7 +60,7 @@ def test_the_latest_one_that_is_complete(tmp_path: Path) -> None:
     first, second = training.save(tmp_path), training.save(tmp_path)
     (second / "manifest.json").unlink()
     assert latest(tmp_path) == first
-    with pytest.raises(CheckpointError, match=r"cannot load .*000002-step-0: FileNotFoundError"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*000002-step-0: FileNotFoundError"):
         training.load(second)
     (tmp_path / ".000009-step-4.saving").mkdir()
     (tmp_path / "mine").mkdir()
