@@ -18,7 +18,6 @@ of::
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import math
@@ -32,10 +31,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 from taktline.errors import ArgumentError, JsonError, TaktlineError
-from taktline.text import did_you_mean
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 _Error: TypeAlias = type[TaktlineError]
 
 _brief = reprlib.Repr()
@@ -154,55 +151,17 @@ def check_one_of(name: str, value: Any, choices: Sequence[T], error: _Error = Ar
     raise error(f"{name} is one of {', '.join(map(str, choices))}, not {shown(value)}")
 
 
-def known_keywords(function: F) -> F:
-    """Let an unknown keyword raise an error with the known ones; of a class, in its constructor.
-
-    >>> @known_keywords
-    ... def build(name, *, microbatches=1): ...
-    >>> build("1f1b", micro_batches=8)
-    Traceback (most recent call last):
-    taktline.errors.ArgumentError: build() takes no 'micro_batches'; did you mean 'microbatches'?
-    """
-    if isinstance(function, type):
-        cls = cast(Any, function)
-        cls.__init__ = known_keywords(cls.__init__)
-        return cls
-    parameters = inspect.signature(function).parameters.values()
-    known = [each.name for each in parameters if each.name != "self"]
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return function
-    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        for unknown in [name for name in kwargs if name not in known]:
-            raise ArgumentError(f"{name}() takes no {unknown!r}; {did_you_mean(unknown, known)}")
-        return function(*args, **kwargs)
-
-    return cast(F, called)
-
-
 def launched() -> bool:
     """Whether a launcher such as torchrun has started this process."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def seconds_in_environment(name: str, default: float) -> float:
-    """The number of seconds in an environment variable; anything else there is ignored.
-
-    >>> seconds_in_environment("TAKTLINE_NO_SUCH_SECONDS", 60.0)
-    60.0
-    """
-    text = os.environ.get(name)
-    if text is None:
-        return default
+    """The number of seconds in an environment variable."""
     with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    # A warning, as this may be read while modules are imported, where an error helps nobody.
-    why = f"it must be a number of seconds, more than 0; {default:g} are used"
-    warn(f"{name}={shown(text)} is ignored: {why}", RuntimeWarning)
-    return default
+        if 0 < (seconds := float(os.environ.get(name, default))) < math.inf:
+            return seconds
+    refuse(name, "a number of seconds, more than 0", os.environ[name])
 
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
@@ -228,23 +187,20 @@ def loads(text: str | bytes, *, what: str) -> Any:
     taktline.errors.JsonError: the header, row 1, column 14: not JSON: Expecting ',' delimiter
     """
     try:
-        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        text = text.decode() if isinstance(text, bytes) else text
         value = json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
         # Halves of surrogate pairs are no characters, and could not be written.
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        json.dumps(value, ensure_ascii=False).encode()
         if _depth(value) > MAX_DEPTH:
             raise RecursionError
         return value
     except json.JSONDecodeError as error:
         place = {"row": error.lineno, "column": error.colno}
         raise JsonError(what, f"not JSON: {error.msg}", **place) from None
-    except UnicodeError:
-        reason = "is not a text in UTF-8"
-    except RecursionError:
-        reason = f"is nested deeper than {MAX_DEPTH} levels"
-    except ValueError:
-        reason = "holds a number that is not finite, or has too many digits"
-    raise JsonError(what, reason)
+    except (ValueError, RecursionError) as error:
+        deep = f"nested deeper than {MAX_DEPTH} levels"
+        reason = deep if isinstance(error, RecursionError) else error
+        raise JsonError(what, f"not JSON: {reason}") from None
 
 
 def _depth(value: Any) -> int:

@@ -25,13 +25,12 @@ from taktline.checkpoint.loading import load as _load
 from taktline.checkpoint.model_state import ModelState
 from taktline.checkpoint.saving import Training, latest
 from taktline.checkpoint.saving import save as _save
-from taktline.checks import check, known_keywords
+from taktline.checks import check
 from taktline.runtime.schedule import Schedule
 
 __all__ = ["Loaded", "latest", "load", "load_into", "save"]
 
 
-@known_keywords
 def save(
     folder: str | os.PathLike[str],
     schedule: Schedule,
@@ -57,7 +56,6 @@ def save(
     return _save(model, folder, training, keep=keep, async_save=async_save)
 
 
-@known_keywords
 def load(
     folder: str | os.PathLike[str],
     schedule: Schedule,
@@ -79,7 +77,6 @@ def load(
     return _load(model, folder, Training(optimizer, scheduler, scaler, data))
 
 
-@known_keywords
 def load_into(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,

@@ -21,9 +21,7 @@ import fcntl
 import json
 import logging
 import os
-import socket
 import sys
-import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -64,25 +62,12 @@ _LONGEST_HEADER = 100_000_000
 """The limit of the safetensors format."""
 _BLOCK = 1 << 16
 """The bytes of one checksum: reading a part of a file checks only that part."""
-_LARGE = 1 << 20
-"""The bytes of a tensor that the disk writes while the next is copied."""
 _KINDS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (64, 32, 16)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (64, 32, 16, 8)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (64, 32, 16, 8)},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"BF16": torch.bfloat16, "C64": torch.complex64, "BOOL": torch.bool},
 }
 _NAMES = {dtype: name for name, dtype in _KINDS.items()}
 _log = logging.getLogger("taktline")
@@ -99,27 +84,19 @@ def lock(folder: Path) -> TextIO:
     """Lock a folder until the file is closed; raises if another job has locked it.
 
     The first process of a job holds the lock (``flock``) while a save is written, so it ends with
-    that process, whatever ends it. The file says who holds it.
+    that process, whatever ends it.
     """
-    file = open(folder / LOCK, "a+", errors="replace")  # noqa: SIM115
+    file = open(folder / LOCK, "a")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
-        holder = file.read(500) or "a process that has begun just now"
         file.close()
         raise CheckpointError(
-            f"another job is saving to {folder}: {holder}; use a folder of its own for each job, "
-            "or end one of them"
+            f"another job is saving to {folder}; use a folder of its own for each job, or end one "
+            "of them"
         ) from None
     except OSError as error:  # of a file system without locks
         _log.warning("%s cannot be locked: %s", folder, error.strerror)
-        return file
-    with suppress(OSError):  # the disk may be full
-        file.truncate(0)
-        since = time.strftime("%F %T %z")
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
-        file.flush()
     return file
 
 
@@ -153,11 +130,10 @@ def require_writable(tensor: torch.Tensor, name: str) -> None:
 
     >>> require_writable(torch.ones(2).to_sparse(), "mask")
     Traceback (most recent call last):
-    taktline.errors.CheckpointError: mask is a tensor of torch.sparse_coo, which cannot be saved
+    taktline.errors.CheckpointError: mask is a tensor of torch.sparse_coo and ..., which cannot ...
     """
-    strided = tensor.layout is torch.strided
-    if not strided or tensor.dtype not in _NAMES or tensor.is_meta:
-        kind = "no values" if tensor.is_meta else tensor.dtype if strided else tensor.layout
+    if tensor.layout is not torch.strided or tensor.dtype not in _NAMES or tensor.is_meta:
+        kind = f"{tensor.layout} and {tensor.dtype} on {tensor.device}"
         raise CheckpointError(f"{name} is a tensor of {kind}, which cannot be saved")
 
 
@@ -190,7 +166,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
                 checksums[block] = zlib.crc32(part, checksums[block])
             while data:
                 data = data[file.write(data) :]
-            if count >= _LARGE and hasattr(os, "posix_fadvise"):
+            if count >= 1 << 20 and hasattr(os, "posix_fadvise"):
                 # Let the disk begin now, and not only when all is written.
                 os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
 
@@ -402,9 +378,7 @@ def _content(path: Path) -> Any:
         )
     if whole["crc32"] != _checksum(content):
         raise CheckpointError(f"{file} is damaged; load an earlier save")
-    if conform(content, _CONTENT, what=str(file))["step"] < 0:
-        raise CheckpointError(f"{file}: the step is {content['step']}, not a number of steps")
-    return content
+    return conform(content, _CONTENT, what=str(file))
 
 
 def _checksum(content: Any) -> str:

@@ -3,19 +3,16 @@
 ::
 
     check     names, shapes, types, checksums; changes nothing
-    begin     what torch or a user's object may refuse: optimizers, schedulers, data, random
-              numbers; can be undone
+    begin     what torch or a user's object may refuse: optimizers, schedulers, data, random numbers
     finish    fills the tensors, and sets the rest
 
-All ranks end each of them together. If one refuses something, all ranks raise the error, and
-nothing has changed.
+All ranks end each of them together. If one refuses something, all ranks raise the error, and no
+weight or optimizer has changed.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,12 +61,14 @@ def load(model: ModelState, folder: Any, training: Training) -> Loaded:
     with model.together("load()") as call:
         find = partial(_find, folder, processes.place)
         path = processes.everywhere(find, f"read {folder}", call)[0]
-        loading = _Loading(model, training)
-        processes.everywhere(lambda: loading.check(Path(path)), f"read {path}", call)
+        loading = _Loading(model, training, Path(path))
+        processes.everywhere(loading.check, f"read {path}", call)
+        kept = [(each, dict(vars(each))) for each in training.optimizers]
         try:
             processes.everywhere(loading.begin, f"load {path}", call)
         except BaseException:
-            loading.undo()
+            for optimizer, own in kept:  # the tensors of a new state are not filled yet
+                vars(optimizer).update(own)
             raise
         processes.everywhere(loading.finish, f"load {path}", call)
         return loading.loaded
@@ -95,14 +94,13 @@ class _Loading:
     _targets: list[tuple[str, torch.Tensor]]
     """The tensors to fill, with their names in the checkpoint."""
 
-    def __init__(self, model: ModelState, training: Training) -> None:
-        self._model, self._training = model, training
-        self._undo: list[Callable[[], None]] = []
+    def __init__(self, model: ModelState, training: Training, path: Path) -> None:
+        self._model, self._training, self._path = model, training, path
         self._resumes = False
 
-    def check(self, path: Path) -> None:
+    def check(self) -> None:
         """Raise if anything does not fit."""
-        self._checkpoint = checkpoint = Checkpoint(path)
+        self._checkpoint = checkpoint = Checkpoint(self._path)
         self._same = checkpoint.values.get("layout") == self._model.processes.sizes
         stored = self._stored_names()
         self._targets = self._of_model(stored)
@@ -115,31 +113,21 @@ class _Loading:
         for name, tensor in (*self._targets, *rooms):
             checkpoint.check(name, tensor)
         self._states = self._of_others()
-        self.loaded = Loaded(path, checkpoint.step, checkpoint.value("extra"))
+        self.loaded = Loaded(self._path, checkpoint.step, checkpoint.value("extra"))
 
     def begin(self) -> None:
         """Load everything that may still be refused: by torch, or by a user's own object."""
-        generators = RandomNumbers(self._model)
-        self._undo.append(_kept(generators))  # and so the last to be undone
         for target, state in self._states:
-            self._undo.append(_kept(target))
             target.load_state_dict(state)
         for optimizer in self._optimizers:
-            self._undo.append(optimizer.kept())
             self._targets += optimizer.apply()
         for scheduler in self._training.schedulers:
             _fit_groups(scheduler)
         # In another layout, only the first process finds random numbers to go on with.
         if self._same or not self._model.processes.place:
             numbers = self._own("random")
-            generators.load_state_dict(numbers)
+            RandomNumbers(self._model).load_state_dict(numbers)
             self._resumes = numbers.get("reading", False)
-
-    def undo(self) -> None:
-        """Undo ``begin()``."""
-        while self._undo:
-            with suppress(Exception):
-                self._undo.pop()()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -219,19 +207,6 @@ class _Loading:
         return self._checkpoint.value(f"{name}/{place}")
 
 
-def _kept(target: Any) -> Callable[[], None]:
-    """A function that gives an object the state back that it has now."""
-    state, own = copy.deepcopy(target.state_dict()), dict(getattr(target, "__dict__", {}))
-
-    def undo() -> None:
-        if own:
-            vars(target).clear()
-            vars(target).update(own)
-        target.load_state_dict(state)
-
-    return undo
-
-
 def _fit_groups(scheduler: Any) -> None:
     """Fit a scheduler to the groups of its optimizer; the rank that saved may have had others."""
     for inner in getattr(scheduler, "_schedulers", ()):
@@ -305,11 +280,6 @@ class _OptimizerState:
                 "put in shards as the parameter is"
             )
         return torch.empty(entry.shape, dtype=entry.dtype)
-
-    def kept(self) -> Callable[[], None]:
-        """A function that gives the optimizer the state back that it has now."""
-        own = self._optimizer.__dict__
-        return partial(own.update, dict(own))  # a load replaces state and groups
 
     def apply(self) -> list[tuple[str, torch.Tensor]]:
         """Load the state; returns its tensors, which are to be filled, with their names."""

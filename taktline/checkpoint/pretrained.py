@@ -37,7 +37,7 @@ from taktline.text import first_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|\d{5}-\d{5}\.new")
 _WEIGHT_MAP = {"metadata": object, "weight_map": {str: str}}
 Convert: TypeAlias = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 _log = logging.getLogger("taktline")
@@ -71,87 +71,82 @@ def save_pretrained(model: ModelState, folder: Any, max_shard_bytes: int) -> Non
     """Write files that ``from_pretrained`` reads; every process writes its own tensors."""
     path = check("folder", folder, Path)
     check("max_shard_bytes", max_shard_bytes, int, least=1)
-    writing, processes = _Writing(model, path), model.processes
+    everywhere = model.processes.everywhere
     with model.together("save_pretrained()") as call:
-        writer = writers(processes.everywhere(writing.begin, f"save to {path}", call))
-        gather = partial(writing.gather, writer, max_shard_bytes)
-        counts = processes.everywhere(gather, f"save to {path}", call)
-        write_files = partial(writing.write, counts)
-        names = processes.everywhere(write_files, f"write {path}", call)
-        processes.everywhere(partial(writing.finish, names), f"write {path}", call)
+        writer = writers(everywhere(partial(_begin, model, path), f"save to {path}", call))
+        write = partial(_write, model, path, writer, max_shard_bytes)
+        written = everywhere(write, f"write {path}", call)
+        everywhere(partial(_finish, model, path, written), f"write {path}", call)
 
 
-class _Writing:
-    """A model that is written in files, as this process sees it."""
+def _begin(model: ModelState, path: Path) -> list[str]:
+    """Make the folder; returns the names of all tensors here."""
+    path.mkdir(parents=True, exist_ok=True)
+    held = first_of_each(model.saved())
+    for name, value in held.items():
+        files.require_writable(local(value), name)
+    return list(held)
 
-    def __init__(self, model: ModelState, path: Path) -> None:
-        self._model, self._path = model, path
-        self._files: list[dict[str, torch.Tensor]] = []
-        """The tensors of each file of this process."""
 
-    def begin(self) -> list[str]:
-        """The names of all tensors here."""
-        self._path.mkdir(parents=True, exist_ok=True)
-        self._held = first_of_each(self._model.saved())
-        for name, value in self._held.items():
-            files.require_writable(local(value), name)
-        return list(self._held)
+def _part(path: Path, place: int, number: int) -> Path:
+    """A file of a process until all have written theirs."""
+    return path / f"{place:05d}-{number:05d}.new"
 
-    def gather(self, writer: Mapping[str, int], most: int) -> int:
-        """Put what this process writes into files of so many bytes; returns how many there are.
 
-        Processes that have shards of one tensor take part, in the same order.
-        """
-        own: dict[str, torch.Tensor] = {}
-        for name, held in self._held.items():
-            value = held.detach()
-            whole = value.full_tensor() if is_sharded(value) else value
-            if writer[name] == self._model.processes.place:
-                own[name] = whole.cpu()
-        convert: Convert | None = self._model.conversions
-        room = 0
-        for name, tensor in (own if convert is None else convert(own)).items():
-            if not self._files or room < tensor.nbytes:
-                self._files.append({})
-                room = most
-            self._files[-1][name] = tensor
-            room -= tensor.nbytes
-        return len(self._files)
+def _write(
+    model: ModelState, path: Path, writer: Mapping[str, int], most: int
+) -> list[dict[str, int]]:
+    """Write files of so many bytes; returns the tensors in each, with their bytes.
 
-    def write(self, counts: Sequence[int]) -> dict[str, tuple[str, int]]:
-        """Write the files of this process; returns the file of each tensor, and its bytes."""
-        count, before = sum(counts), sum(counts[: self._model.processes.place])
-        written: dict[str, tuple[str, int]] = {}
-        for number, tensors in enumerate(self._files, before + 1):
-            file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            files.write(self._path / f"{file}.new", tensors)
-            (self._path / f"{file}.new").rename(self._path / file)
-            written |= {name: (file, tensor.nbytes) for name, tensor in tensors.items()}
-        return written
+    Processes that have shards of one tensor take part, in the same order.
+    """
+    own: dict[str, torch.Tensor] = {}
+    for name, held in first_of_each(model.saved()).items():
+        value = held.detach()
+        whole = value.full_tensor() if is_sharded(value) else value
+        if writer[name] == model.processes.place:
+            own[name] = whole.cpu()
+    convert: Convert | None = model.conversions
+    found: list[dict[str, torch.Tensor]] = []
+    room = 0
+    for name, tensor in (own if convert is None else convert(own)).items():
+        if not found or room < tensor.nbytes:
+            found.append({})
+            room = most
+        found[-1][name] = tensor
+        room -= tensor.nbytes
+    for number, tensors in enumerate(found):
+        files.write(_part(path, model.processes.place, number), tensors)
+    return [{name: tensor.nbytes for name, tensor in tensors.items()} for tensors in found]
 
-    def finish(self, written: Sequence[Mapping[str, tuple[str, int]]]) -> None:
-        """Write the index, and the configs of the first module with one; on the first process."""
-        if self._model.processes.place:
-            return
-        names = {name: place for process in written for name, place in process.items()}
-        new = {file for file, _ in names.values()}
-        if len(new) > 1:
-            new.add(INDEX)
-            content = {
-                "metadata": {"total_size": sum(size for _, size in names.values())},
-                "weight_map": {name: file for name, (file, _) in names.items()},
-            }
-            files.write_text(self._path / INDEX, json.dumps(content, indent=2))
-        for module in self._model.inner_modules():
-            configs = [getattr(module, name, None) for name in ("config", "generation_config")]
-            if hasattr(configs[0], "save_pretrained"):
-                for config in filter(None, configs):
-                    config.save_pretrained(self._path)
-                break
-        for name in filter(_WRITTEN.fullmatch, os.listdir(self._path)):
-            if name not in new:  # of an earlier save: it might be read instead
-                (self._path / name).unlink()
-        files.sync(self._path)
+
+def _finish(model: ModelState, path: Path, written: Sequence[Sequence[Mapping[str, int]]]) -> None:
+    """Name the files, write the index and the configs of the first module with one; on rank 0."""
+    if model.processes.place:
+        return
+    parts = [(place, n) for place, listed in enumerate(written) for n in range(len(listed))]
+    place_of: dict[str, str] = {}
+    for number, (place, n) in enumerate(parts, 1):
+        count = len(parts)
+        file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        _part(path, place, n).rename(path / file)
+        place_of |= dict.fromkeys(written[place][n], file)
+    new = set(place_of.values())
+    if len(parts) > 1:
+        new.add(INDEX)
+        size = sum(sum(tensors.values()) for listed in written for tensors in listed)
+        content = {"metadata": {"total_size": size}, "weight_map": place_of}
+        files.write_text(path / INDEX, json.dumps(content, indent=2))
+    for module in model.inner_modules():
+        configs = [getattr(module, name, None) for name in ("config", "generation_config")]
+        if hasattr(configs[0], "save_pretrained"):
+            for config in filter(None, configs):
+                config.save_pretrained(path)
+            break
+    for name in filter(_WRITTEN.fullmatch, os.listdir(path)):
+        if name not in new:  # of an earlier save: it might be read instead
+            (path / name).unlink()
+    files.sync(path)
 
 
 class Source(NamedTuple):

@@ -38,7 +38,6 @@ from torch.optim import Optimizer
 
 from taktline.checkpoint.files import (
     MANIFEST,
-    Checkpoint,
     lock,
     merged,
     packed,
@@ -51,7 +50,7 @@ from taktline.checkpoint.files import (
     write_text,
 )
 from taktline.checkpoint.model_state import ModelState, Processes, first_of_each, writers
-from taktline.checks import check, refuse
+from taktline.checks import check
 from taktline.errors import CheckpointError, text_of
 from taktline.meta import is_sharded, name_of
 from taktline.transport.distributed import Distributed
@@ -75,16 +74,6 @@ class Training:
         """The state of ``data`` and of ``random`` numbers, if it is not that of now."""
         for each in self.optimizers:
             check("optimizer", each, Optimizer, "an optimizer of torch, or a list")
-        for each in self.schedulers:
-            _require_state("scheduler", each, "as schedulers of torch have, or a list")
-        _require_state("scaler", scaler, "as GradScaler of torch has")
-        _require_state("data", data, "as the loader may have that pipe.loader() reads")
-
-
-def _require_state(name: str, value: Any, advice: str) -> None:
-    methods = ("state_dict", "load_state_dict")
-    if value is not None and not all(callable(getattr(value, each, None)) for each in methods):
-        refuse(name, f"an object with state_dict() and load_state_dict(), {advice}", value)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -125,9 +114,10 @@ class RandomNumbers:
 
 
 def saves(folder: Path) -> list[Path]:
-    """All saves of a folder, whether or not they are whole, the newest first."""
+    """All complete saves of a folder, the newest first."""
     names = filter(_SAVE.fullmatch, os.listdir(folder) if folder.exists() else ())
-    return [folder / name for name in sorted(names, key=_number, reverse=True)]
+    found = (folder / name for name in sorted(names, key=_number, reverse=True))
+    return [save for save in found if (save / MANIFEST).is_file()]
 
 
 def _number(name: str) -> int:
@@ -137,7 +127,7 @@ def _number(name: str) -> int:
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in a folder; None if there is none.
 
-    This checks manifests and the sizes of files; only a load checks every byte.
+    Only a load looks at what is in it.
 
     >>> import taktline as tl, tempfile, torch
     >>> pipe = tl.Pipeline(torch.nn.Linear(2, 2), microbatches=1)
@@ -147,16 +137,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     >>> pipe.save(runs) == latest(runs)
     True
     """
-    return next(filter(_is_whole, saves(check("folder", folder, Path))), None)
-
-
-def _is_whole(save: Path) -> bool:
-    """Whether a save has a manifest, and all files that it names."""
-    try:
-        Checkpoint(save)
-    except Exception:  # whatever is wrong in it
-        return False
-    return True
+    return next(iter(saves(check("folder", folder, Path))), None)
 
 
 def is_save(folder: Path) -> bool:
@@ -305,7 +286,8 @@ class Saving:
         self._lock = lock(self.home)
         for name in filter(_UNFINISHED.fullmatch, os.listdir(self.home)):  # of a killed process
             shutil.rmtree(self.home / name, ignore_errors=True)
-        number = max((_number(save.name) for save in saves(self.home)), default=0) + 1
+        names = filter(_SAVE.fullmatch, os.listdir(self.home))
+        number = max(map(_number, names), default=0) + 1
         self._name = f"{number:06d}-step-{self._step}"
         self.unfinished.mkdir()
 
@@ -398,17 +380,10 @@ class Saving:
 
 
 def _remove_old(folder: Path, keep: int) -> None:
-    """Remove all saves that are older than the newest ones; those that are not whole do not count.
-
-    A manifest goes first, so that no part of a save looks like a save.
-    """
-    whole = 0
-    for save in saves(folder):
-        if whole < keep:
-            whole += _is_whole(save)
-        else:
-            (save / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(save, ignore_errors=True)
+    """Remove all saves but the newest ones; a manifest goes first, as no part is a save."""
+    for save in saves(folder)[keep:]:
+        (save / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(save, ignore_errors=True)
 
 
 def _values(model: ModelState, training: Training) -> dict[str, Any]:
@@ -440,7 +415,6 @@ def save(
     if keep is not None:
         check("keep", keep, int, least=1)
     step = 0 if model.schedule is None else model.schedule.steps
-    step = check("steps", step, int, least=0)
     processes = model.processes
     # The program may change its folder while this is written.
     saving = Saving(processes, folder.resolve(), step, keep)

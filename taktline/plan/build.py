@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from taktline.checks import check, known_keywords
+from taktline.checks import check
 from taktline.errors import CostError, ScheduleError
 from taktline.plan.costs import Costs
 from taktline.plan.optimise import optimise
@@ -14,7 +14,6 @@ TUNED = ("zb_h2", "v_half", "v_min")
 """The schedules that are defined by their memory, and take costs."""
 
 
-@known_keywords
 def build(
     name: str,
     *,

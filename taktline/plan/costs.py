@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from taktline.checks import check, check_one_of, known_keywords, refuse
+from taktline.checks import check, check_one_of, refuse
 from taktline.errors import CostError
 from taktline.plan.action import Kind
 from taktline.plan.deps import needs
@@ -23,7 +23,6 @@ PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
 
 
-@known_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """The connection between two ranks.
@@ -47,7 +46,6 @@ class Link:
             raise CostError(f"bandwidth must be more than 0, not {self.bandwidth}")
 
 
-@known_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """Times and memory of a plan's actions, as one number for all stages or a sequence of them.

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from taktline.checks import check, check_callable, check_one_of, known_keywords, refuse
+from taktline.checks import check, check_callable, check_one_of, refuse
 from taktline.errors import CostError, PlanError, ScheduleError
 from taktline.plan import solver as solvers
 from taktline.plan.bound import Bound, lower_bound
@@ -25,7 +25,6 @@ Shape: TypeAlias = Literal["linear", "v", "looped"]
 Memory: TypeAlias = float | Sequence[float]
 
 
-@known_keywords
 def bound(
     costs: Costs,
     *,
@@ -76,7 +75,6 @@ def _seconds(seconds: float) -> float:
     return seconds if seconds > 0 else refuse("seconds", "more than 0", seconds, ScheduleError)
 
 
-@known_keywords
 def optimise(
     costs: Costs,
     *,

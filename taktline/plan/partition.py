@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from numbers import Integral
 
-from taktline.checks import check, check_list, known_keywords
+from taktline.checks import check, check_list
 from taktline.errors import CostError, PartitionError
 from taktline.text import counted, table
 
@@ -72,7 +72,6 @@ class Partition:
         )
 
 
-@known_keywords
 def balance(
     costs: Iterable[float],
     stages: int,

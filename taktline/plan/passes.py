@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from taktline.checks import check, check_list, known_keywords
+from taktline.checks import check, check_list
 from taktline.errors import PlanError
 from taktline.plan.action import Kind
 from taktline.plan.deps import channels
@@ -17,7 +17,6 @@ from taktline.plan.walk import Walk, unit_run
 from taktline.text import counted
 
 
-@known_keywords
 def lower(
     plan: Plan,
     *,

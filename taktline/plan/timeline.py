@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from taktline.checks import check, check_list, check_one_of, known_keywords, refuse
+from taktline.checks import check, check_list, check_one_of, refuse
 from taktline.errors import CostError, PlanError
 from taktline.plan.action import Action, Kind
 from taktline.plan.bound import Bound, lower_bound
@@ -304,7 +304,6 @@ class Timeline(Drawable):
         return np.split(rows, np.searchsorted(rows, self.plan.offsets[1:-1]))
 
 
-@known_keywords
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """Simulate a plan: every action runs as early as its rank and its dependencies allow.
 

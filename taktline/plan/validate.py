@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
-from taktline.checks import check, check_one_of, known_keywords
+from taktline.checks import check, check_one_of
 from taktline.errors import InvalidPlanError, PlanError
 from taktline.plan.action import Kind
 from taktline.plan.plan import Level, Plan
@@ -19,7 +19,6 @@ from taktline.plan.walk import unit_run, walk
 Sends: TypeAlias = Literal["blocking", "asynchronous"]
 
 
-@known_keywords
 def validate(plan: Plan, *, sends: Sends = "blocking") -> tuple[Violation, ...]:
     """All violations of the rules; empty if the plan is valid.
 

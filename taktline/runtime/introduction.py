@@ -23,7 +23,7 @@ from taktline.runtime.ties import TieUse, untied
 from taktline.stage import PipelineStage
 from taktline.stage.names import OPTION, PLACE, TOPICS, Blueprint, attached, blueprint
 from taktline.transport import Transport
-from taktline.transport.exchange import share_values
+from taktline.transport.exchange import share_error, share_values
 
 T = TypeVar("T")
 
@@ -184,14 +184,14 @@ def together(
     def of(noun: str) -> Blueprint:
         return mine.get(noun, mine.get("", ()))
 
-    def differ(noun: str, transport: Transport, rows: list[list[int]]) -> str | None:
-        return first_difference(transport, of(noun), [row[0] for row in rows], noun)
-
-    elsewhere = ranks.agreed(known, BUILDING, lambda noun: [digest(of(noun))], differ)
-    if error is not None:
-        raise error
-    if elsewhere is not None:
-        raise elsewhere
+    for noun, transport in ranks.dims():
+        rows = transport.exchange([int(known is not None), digest(of(noun))], BUILDING)
+        if any(failed for failed, _ in rows):
+            known = share_error(transport, known)
+        elif text := first_difference(transport, of(noun), [number for _, number in rows], noun):
+            known = MismatchError(text)
+    if known is not None:
+        raise error or known
     return cast("T", made)
 
 

@@ -443,8 +443,9 @@ class Runner:
         """Whether gradients of steps on this rank wait for an optimizer."""
         if self.unreduced or not self.stepped_at:
             return self.unreduced
-        parameters = (each for stage in self._stages for each in stage.submod.parameters())
-        return updates.wait(parameters, self.stepped_at)
+        found = (each for stage in self._stages for each in stage.submod.parameters())
+        waiting = [each for each in found if each.grad is not None]
+        return bool(waiting) and updates.wait(waiting, self.stepped_at)
 
     def connect(self) -> None:
         """Open the channels now, so that the first step does not wait; on every rank, one plan."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
 
-from taktline.checks import check, check_callable, check_list, known_keywords, refuse
+from taktline.checks import check, check_callable, check_list, refuse
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Kind, Plan, build, find, read
 from taktline.runtime.capture.captures import Captures
@@ -50,7 +50,6 @@ class Schedule:
     """
     _runner_type: Callable[..., Runner] = Runner
 
-    @known_keywords
     def __init__(
         self,
         stages: Sequence[PipelineStage],

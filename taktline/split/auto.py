@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from taktline.checks import check, known_keywords
+from taktline.checks import check
 from taktline.device import keep_generators
 from taktline.errors import PartitionError, text_of
 from taktline.plan import Partition, balance
@@ -35,7 +35,6 @@ _OFTEN = 64
 """A module that is called more often loops over time, or over a list of data."""
 
 
-@known_keywords
 def auto(
     model: nn.Module,
     n: int,

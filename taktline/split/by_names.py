@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from taktline.checks import check, check_list, known_keywords, refuse, shown
+from taktline.checks import check, check_list, refuse, shown
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.cut import record_twice
@@ -39,7 +39,6 @@ _log = logging.getLogger("taktline")
 _CUTS = "a list of names of submodules"
 
 
-@known_keywords
 def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> Pieces:
     """Cut a model at submodules that its forward calls.
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from taktline.checks import check, known_keywords, refuse
+from taktline.checks import check, refuse
 from taktline.device import keep_generators, require_usable_device
 from taktline.errors import StateError
 from taktline.split.recorded_stage import model_of
@@ -50,7 +50,6 @@ def deferred() -> Iterator[None]:
         yield
 
 
-@known_keywords
 def materialise(
     piece: M, device: torch.device | str, *, state_dict: Mapping[str, torch.Tensor] | None = None
 ) -> M:

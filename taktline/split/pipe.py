@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from taktline.checks import check, check_callable, known_keywords
+from taktline.checks import check, check_callable
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.by_names import as_call, require_stage, stages_of, without_compiler
@@ -163,7 +163,6 @@ def build_stage(
     return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
 
 
-@known_keywords
 def pipeline(
     module: nn.Module,
     mb_args: Args,

@@ -27,7 +27,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from taktline.checks import known_keywords
 from taktline.errors import text_of
 from taktline.private import missing, private
 from taktline.stage.split_backward import CompiledNode, Pending, add_to_grads
@@ -46,7 +45,6 @@ _FEATURE = "a compiled backward in halves"
 _current_node = private("torch._C._current_autograd_node", _FEATURE)
 
 
-@known_keywords
 def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = None) -> nn.Module:
     """Compile a stage by ``torch.compile``, so that its backward splits into I and W.
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from taktline import meta
-from taktline.checks import check, check_list, known_keywords, refuse
+from taktline.checks import check, check_list, refuse
 from taktline.device import require_device
 from taktline.errors import MismatchError, SplitError
 from taktline.meta import Sharding, Signature, as_arguments, flatten, is_sharded
@@ -48,7 +48,6 @@ class PipelineStage:
     PipelineStage(0 of 2, Linear, 20 parameters, cpu)
     """
 
-    @known_keywords
     def __init__(
         self,
         submodule: nn.Module,

@@ -99,8 +99,8 @@ _CALL = "pipe.loader(…)"
 class SharedLoader:
     """The batches of a loader, read by one rank of each replica; made by :meth:`Pipeline.loader`.
 
-    All ranks create it, and iterate over it together. Each gets the same batch, with its tensors on
-    the pipeline's device. All ranks stop at the end, and all raise an error in reading.
+    All ranks create it, and iterate over it together. All ranks of a replica get the same batch,
+    with its tensors on the pipeline's device, stop at the end, and raise an error in reading.
 
     >>> import taktline as tl
     >>> pipe = tl.Pipeline([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], microbatches=2, ranks=2)
@@ -111,7 +111,7 @@ class SharedLoader:
     """
 
     def __init__(self, batches: Iterable[Any] | None, ranks: Ranks, model: ModelState) -> None:
-        self._batches = batches
+        self._batches: Any = batches
         self._ranks, self._model = ranks, model
         # Tensor-parallel ranks of a stage need the same batch as well.
         self._within = [
@@ -161,26 +161,18 @@ class SharedLoader:
 
     def state_dict(self) -> Any:
         """The position of the loader, on the rank that reads."""
-        return self._of_loader("state_dict")()
+        return self._batches.state_dict() if self._reads else {}
 
     def load_state_dict(self, state: Any) -> None:
         """Let the loader go on at a position, on the rank that reads."""
-        self._of_loader("load_state_dict")(state)
-
-    def _of_loader(self, name: str) -> Callable[..., Any]:
-        if not self._reads:
-            return lambda *_: {}
-        if found := getattr(self._batches, name, None):
-            return found
-        raise DataError(
-            f"{type(self._batches).__name__}, which pipe.loader() reads, has no {name}(), so its "
-            "position cannot be saved; read with torchdata's StatefulDataLoader, or leave out data="
-        )
+        if self._reads:
+            self._batches.load_state_dict(state)
 
     def _agreed(self, read: Callable[[], list[Any]], what: str) -> list[Any]:
-        """The list that the reading rank reads, on every rank; an error is raised on every rank.
+        """What the reading rank reads, on every rank of the replica; an error is raised on them.
 
-        The list has one value, or none at the end.
+        It is a list with one value, or none at the end. If replicas have different numbers of
+        batches, or one cannot read, their next call does not fit to that of the others.
         """
         ranks, cause = self._ranks, None
         found: list[Any] | str = []
@@ -195,21 +187,9 @@ class SharedLoader:
                 found = broadcast(found, group, ranks.device, 0, _CALL)
             except SignatureError as refused:
                 found = str(refused)
-
-        def count() -> int:
-            if isinstance(found, str):
-                replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
-                raise DataError(f"rank 0{replica}, {what}: {found}") from cause
-            return len(found)
-
-        alike = ranks.replicas == 1
-        counts = [count()] if alike else ranks.processes.everywhere(count, "read", _CALL)
-        if len(set(counts)) > 1:
-            raise DataError(
-                f"the replicas have different numbers of batches: {what} exists in some, but not "
-                "in others; use the same number in all, for example with DistributedSampler("
-                "dataset, pipe.replicas, pipe.replica)"
-            )
+        if isinstance(found, str):
+            replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
+            raise DataError(f"rank 0{replica}, {what}: {found}") from cause
         return list(found)
 
 
@@ -245,8 +225,6 @@ def _plain(batch: Any, device: torch.device) -> Any:
 
 _Key: TypeAlias = int | str
 """The place of an argument, or its name."""
-_Dims: TypeAlias = dict[_Key, int | None]
-"""Which dimension is the batch; None: the argument is whole for each micro-batch."""
 
 
 class BatchDims:
@@ -258,7 +236,8 @@ class BatchDims:
         self._example = {} if given or example is None else _tensors(*arguments_of(example))
         self.compares = bool(self._example)
         """Whether there is an example to compare batches with."""
-        self._dims: _Dims = {}
+        self._dims: dict[_Key, int | None] = {}
+        """Which dimension is the batch; None: the argument is whole for each micro-batch."""
 
     def fitted(self, batch: Batch) -> Cutter:
         """The cutter for a batch; raises if it is unclear how to cut."""
@@ -268,10 +247,9 @@ class BatchDims:
             for key, example in self._example.items()
             if key in given and example.ndim == given[key].ndim > 0
         }
-        found, unclear = _dims(pairs, self._cutter.microbatches, self._dims)
+        unclear = self._find(pairs)
         if unclear is not None:
             raise _refusal(unclear, self._example[unclear], given[unclear])
-        self._dims |= found  # for batches that have as many rows as the example
         specs = {
             key: Replicate() if dim is None else TensorChunkSpec(dim)
             for key, dim in self._dims.items()
@@ -284,6 +262,27 @@ class BatchDims:
             args_spec=tuple(specs.get(place) for place in range(len(batch.args))),
             kwargs_spec={key: specs.get(key) for key in batch.kwargs},
         )
+
+    def _find(self, pairs: Mapping[_Key, list[tuple[int, int]]]) -> _Key | None:
+        """Find the dimension of each argument that is the batch; returns one that is unclear.
+
+        ``pairs`` are the sizes of arguments in the example and in the batch.
+        """
+        rows = next((sizes[0] for sizes in pairs.values() if sizes[0][0] != sizes[0][1]), None)
+        if rows is None:  # as many rows as in the example, or the batch is not in front
+            parts, new = self._cutter.microbatches, pairs.keys() - self._dims.keys()
+            return next((k for k in new if any(a * parts == b != a for a, b in pairs[k])), None)
+        cut = {key: sizes.index(rows) for key, sizes in pairs.items() if rows in sizes}
+        # Lengths of texts may differ, too, also in arguments that belong to all rows.
+        lengths = {size for key in cut for size in pairs[key]}
+        for key, sizes in pairs.items():
+            # As many as the rows of a micro-batch: rather a mistake than a table of that length.
+            mistaken = sizes[0][0] == rows[0] > 1
+            is_whole = not mistaken and all(a == b or (a, b) in lengths for a, b in sizes)
+            if sizes.count(rows) > 1 or (key not in cut and not is_whole):
+                return key
+        self._dims |= {key: cut.get(key) for key in pairs}
+        return None
 
     def __str__(self) -> str:
         """A sentence on the arguments that are not cut along dimension 0, if there are any."""
@@ -298,35 +297,6 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[_Key, torch
     """The arguments that are tensors; tensors in containers are cut along dimension 0."""
     found: dict[_Key, Any] = {**dict(enumerate(args)), **kwargs}
     return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
-
-
-def _dims(
-    pairs: Mapping[_Key, list[tuple[int, int]]], microbatches: int, known: _Dims
-) -> tuple[_Dims, _Key | None]:
-    """The dimension of each argument that is the batch, and an argument where that is unclear.
-
-    ``pairs`` are its sizes in the example and in the batch.
-    """
-    grown = {key: sizes[0] for key, sizes in pairs.items() if sizes[0][0] != sizes[0][1]}
-    if not grown:
-        for key, sizes in pairs.items():
-            if key not in known and any(a * microbatches == b != a for a, b in sizes[1:]):
-                return {}, key  # the batch is not in front, or texts are longer
-        return {}, None
-    rows = next(iter(grown.values()))
-    found: _Dims = {}
-    for key, sizes in pairs.items():
-        if sizes.count(rows) > 1 or grown.get(key, rows) != rows:
-            return {}, key
-        found[key] = sizes.index(rows) if rows in sizes else None
-    # Lengths of texts may differ, too, also in arguments that belong to all rows.
-    lengths = {size for key, dim in found.items() if dim is not None for size in pairs[key]}
-    for key in [key for key, dim in found.items() if dim is None]:
-        # As many as the rows of a micro-batch: more likely a mistake than a table of that length.
-        mistaken = pairs[key][0][0] == rows[0] > 1
-        if mistaken or any(a != b and (a, b) not in lengths for a, b in pairs[key]):
-            return {}, key
-    return found, None
 
 
 def _refusal(key: _Key, example: torch.Tensor, batch: torch.Tensor) -> BatchError:

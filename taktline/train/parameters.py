@@ -11,7 +11,7 @@ from torch import nn
 
 from taktline.checkpoint.model_state import ModelState, first_of_each, writers
 from taktline.checks import check, refuse
-from taktline.errors import LossError, MismatchError, UseError
+from taktline.errors import LossError, MismatchError
 from taktline.meta import is_sharded
 from taktline.private import private
 from taktline.stage.names import named_modules
@@ -21,17 +21,14 @@ from taktline.train.build import Built
 from taktline.train.ranks import Ranks
 from taktline.transport.exchange import share_floats, share_values
 
+_MADE = 'pass the device when you make it: Pipeline(…, device="cuda")'
 _BEFORE = "convert the model before you make the pipeline of it"
 INSTEAD = {
     "forward": "call step(…) to train, and eval(…) for outputs",
     "backward": "step(…) runs forward and backward",
-    "cuda": 'pass the device when you make it: Pipeline(…, device="cuda")',
-    "cpu": 'pass the device when you make it: Pipeline(…, device="cpu")',
-    **dict.fromkeys(("half", "float", "double", "bfloat16", "type"), _BEFORE),
-    "apply": "use pipe.modules()",
-    "requires_grad_": "use pipe.parameters()",
+    **dict.fromkeys(("to", "cuda", "cpu"), _MADE),
+    **dict.fromkeys(("half", "float", "double", "bfloat16"), _BEFORE),
     "buffers": "pipe.state_dict() has them",
-    "compile": "pass it when you make it: Pipeline(…, compile=True)",
 }
 """What to use for an attribute that a module has and a pipeline does not."""
 
@@ -59,20 +56,6 @@ def modules_of(model: ModelState) -> Iterator[tuple[str, nn.Module]]:
             if id(module) not in seen:
                 seen.add(id(module))
                 yield model.name(stage, name).removesuffix("."), module
-
-
-def require_here(here: torch.device, where: Iterable[Any]) -> None:
-    """Raise if arguments of ``to()`` ask for another device than this, or for a type."""
-    for value in where:
-        if isinstance(value, torch.dtype | torch.Tensor):
-            raise UseError(f"a pipeline keeps its type: {_BEFORE}")
-        if isinstance(value, str | int | torch.device) and not isinstance(value, bool):
-            device = torch.device(value)
-            if (device.type, device.index or 0) != (here.type, here.index or 0):
-                raise UseError(
-                    f"a pipeline stays where it was made, on {here}: make it with "
-                    f'Pipeline(…, device="{device}")'
-                )
 
 
 class Scaler(torch.amp.GradScaler):

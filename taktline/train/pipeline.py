@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from taktline.checkpoint import loading, pretrained, saving
 from taktline.checkpoint.loading import Loaded
 from taktline.checkpoint.saving import Training
-from taktline.checks import check, known_keywords
+from taktline.checks import check
 from taktline.errors import UseError
 from taktline.plan import Plan
 from taktline.runtime import Trace
@@ -26,11 +26,10 @@ from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, S
 from taktline.train import parameters, steps
 from taktline.train.batches import SharedLoader
 from taktline.train.build import Built, Model, Prepare, ScheduleChoice, build, checked
-from taktline.train.generate import generate
 from taktline.train.parameters import INSTEAD, Scaler, gathered_state, load_state, own_state
 from taktline.train.preemption import PREEMPTED, Preemption
 from taktline.train.stage_table import Boundaries
-from taktline.train.steps import Metrics, Outputs, progress
+from taktline.train.steps import Metrics, Outputs, generate, progress
 from taktline.train.verify import Verification, verify
 from taktline.transport.base import Turn
 
@@ -108,7 +107,6 @@ class Pipeline:
     _non_persistent_buffers_set: frozenset[str] = frozenset()
     children = named_children = parameters.no_children
 
-    @known_keywords
     def __init__(
         self,
         model: Model,
@@ -142,7 +140,7 @@ class Pipeline:
         given.loss_fn = loss_fn or steps.loss_in_output
         self._loss_fn, self._turn = loss_fn, Turn("this pipeline")
         self._metrics = Metrics()
-        self._preemption = on_preempt and Preemption(on_preempt, self)
+        self._preemption = on_preempt and Preemption(on_preempt)
         self._live: Built | None = build(given)
         if self._preemption is not None:
             self._preemption.listen(self._live)
@@ -280,7 +278,6 @@ class Pipeline:
         with self._turn:
             return verify(self._built, model, (args, target, options), tolerance)
 
-    @known_keywords
     def generate(
         self,
         ids: torch.Tensor,
@@ -315,9 +312,7 @@ class Pipeline:
         return SharedLoader(batches, self._built.ranks, self._built.model)
 
     def progress(self, batches: Iterable[T], *, every: int = 10) -> Iterator[T]:
-        """Yields the batches, while the first rank shows how training goes.
-
-        It shows a bar on a terminal (with rich), and lines elsewhere. Every rank iterates.
+        """Yields the batches, while the first rank prints how training goes; every rank iterates.
 
         Args:
             batches: a list, a ``DataLoader``, or :meth:`loader` of one.
@@ -345,12 +340,10 @@ class Pipeline:
         """A ``torch.amp.GradScaler`` with the same decision on all ranks; takes its options."""
         return Scaler(self._built.ranks, **options)
 
-    @known_keywords
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients of the model, the same on every rank."""
         return parameters.norm(self._built, norm_type)
 
-    @known_keywords
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -406,12 +399,6 @@ class Pipeline:
             module.train(mode)
         return self
 
-    def to(self, *where: Any, **options: Any) -> Self:
-        """Returns the pipeline if it is on that device; raises if not, as it cannot move."""
-        parameters.require_here(self.device, (*where, *options.values()))
-        return self
-
-    @known_keywords
     def state_dict(self, *, gathered: bool = False) -> dict[str, torch.Tensor]:
         """The model's state under its own names.
 
@@ -425,7 +412,6 @@ class Pipeline:
                 return gathered_state(model, self._built.ranks)
         return own_state(model, with_rest=0 in self._built.ranks.own)
 
-    @known_keywords
     def load_state_dict(
         self,
         state_dict: Mapping[str, torch.Tensor],
@@ -436,7 +422,6 @@ class Pipeline:
         """Load a state of the whole model, or the part of it for this process."""
         load_state(self._built.model, state_dict, strict=strict)
 
-    @known_keywords
     def save(
         self,
         folder: str | os.PathLike[str],
@@ -474,7 +459,6 @@ class Pipeline:
                 self._built.model, folder, training, keep=keep, async_save=async_save
             )
 
-    @known_keywords
     def load(
         self,
         folder: str | os.PathLike[str],
@@ -486,8 +470,8 @@ class Pipeline:
     ) -> Loaded:
         """Load a save of any layout; every rank calls it, and reads its own part.
 
-        If anything does not fit, every rank raises the same :class:`CheckpointError`, and nothing
-        is changed. Returns ``path``, ``step`` and ``extra``.
+        If anything does not fit, every rank raises the same :class:`CheckpointError`, and
+        neither weights nor optimizers change. Returns ``path``, ``step`` and ``extra``.
 
         Args:
             folder: a save, or a folder of saves, of which the latest one that is whole is taken.
@@ -505,7 +489,6 @@ class Pipeline:
                 self._preemption.use(data)
             return loaded
 
-    @known_keywords
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
     ) -> None:

@@ -2,8 +2,9 @@
 
 ::
 
-    step()             the ranks agree that one of them has received SIGTERM
-    optimizer.step()   the position in the data and the random numbers are noted
+    step()             the ranks agree that one of them has received SIGTERM, and note the position
+                       in the data and the random numbers
+    optimizer.step()
     a learning rate scheduler steps, and the next batch is read
     step()             on_preempt(pipe): a save has the update, and what was noted before that batch
 """
@@ -14,19 +15,13 @@ import copy
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
-from weakref import finalize, ref
-
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
+from weakref import WeakSet
 
 from taktline.checkpoint.saving import RandomNumbers, Training, wait_for_all
-from taktline.errors import UseError
 from taktline.train.build import Built
 
 _log = logging.getLogger("taktline")
@@ -40,23 +35,17 @@ class AnotherStep(BaseException):
 
 
 class Preemption:
-    """Listens for SIGTERM for a pipeline, until that is collected or ``close()`` is called."""
+    """Listens for SIGTERM for a pipeline, until that is collected or ``close()`` is called.
 
-    def __init__(self, on_preempt: Callable[[Any], object], pipe: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise UseError(
-                "on_preempt handles SIGTERM, which only the main thread can; make the pipeline "
-                "there"
-            )
+    Python lets only the main thread do so.
+    """
+
+    def __init__(self, on_preempt: Callable[[Any], object]) -> None:
         self._on_preempt = on_preempt
-        self._built: Callable[[], Built | None] = lambda: None
         self._data: Any = None
         """The object with the position in the data, of the latest save or load."""
-        self._noting: RemovableHandle | None = None
-        """Set when all ranks know that one of them has received SIGTERM."""
         self._forget()
-        _signals.join()
-        self._leave = finalize(pipe, _signals.leave)
+        _signals.join(self)
 
     def _forget(self) -> None:
         """Begin anew: nothing is agreed on or noted."""
@@ -65,16 +54,15 @@ class Preemption:
         self._waited = False
         """Whether a save has asked for one more step already."""
         self._noted: dict[str, Any] = {}
-        """Where training goes on, from before the next batch was read: what a save takes of it."""
+        """Where training goes on, from before the next batch was read: what a save takes of it.
+
+        There is something as soon as all ranks know that one of them has received SIGTERM.
+        """
         self._noted_of: Any = None
         """The object with the position in the data at that time."""
-        if self._noting is not None:
-            self._noting.remove()
-        self._noting = None
 
     def listen(self, built: Built) -> None:
         """Let every step ask whether SIGTERM has come, which may be before the first one."""
-        self._built = ref(built)
         built.schedule._runner.agreement.asks_to_stop = lambda: _signals.heard
 
     def hear(self, built: Built) -> None:
@@ -82,14 +70,7 @@ class Preemption:
         if self._ending:
             return
         heard = built.schedule._runner.agreement.preempted
-        if self._noting is not None or built.ranks.in_any_pipeline(heard, "whether to end"):
-            self._note()
-            if self._noting is None:  # an optimizer may draw random numbers, too
-                self._noting = register_optimizer_step_post_hook(self._note)
-
-    def _note(self, *_: object) -> None:
-        """Note where training goes on from here; also after each step of an optimizer."""
-        if (built := self._built()) is not None and not torch.compiler.is_compiling():
+        if self._noted or built.ranks.in_any_pipeline(heard, "whether to end"):
             data = None if self._data is None else copy.deepcopy(self._data.state_dict())
             self._noted = {"random": RandomNumbers(built.model).state_dict(), "data": data}
             self._noted_of = self._data
@@ -120,7 +101,7 @@ class Preemption:
         ``on_preempt`` is called, and has returned on every rank. This returns if training has to go
         on, if only for one more step.
         """
-        if self._ending or self._noting is None:
+        if self._ending or not self._noted:
             return
         built: Built = pipe._built
         if built.ranks.on_any_rank(built.schedule._runner.awaits_update(), "whether to end"):
@@ -144,7 +125,7 @@ class Preemption:
 
     def close(self) -> None:
         """Stop listening."""
-        self._leave()
+        _signals.leave(self)
         self._forget()
 
 
@@ -153,28 +134,27 @@ class _Signals:
 
     def __init__(self) -> None:
         self.heard = False
-        """Whether this process has received SIGTERM."""
-        self._listeners = 0
+        """Whether this process has received SIGTERM while a pipeline listened."""
+        self.listeners: WeakSet[Preemption] = WeakSet()
         self._before: Any = signal.SIG_DFL
 
-    def join(self) -> None:
+    def join(self, listener: Preemption) -> None:
         if signal.getsignal(signal.SIGTERM) != self._hear:
-            # None: the handler before was not set from Python, so it cannot be called or restored.
+            # None: the handler before was not set from Python, so it cannot be called.
             self._before = signal.signal(signal.SIGTERM, self._hear) or signal.SIG_DFL
-        self._listeners += 1
+        self.listeners.add(listener)
 
-    def leave(self) -> None:
-        self._listeners -= 1
-        here = threading.current_thread() is threading.main_thread()
-        # Another thread cannot set handlers: ours stays, and does what the one before would.
-        if not self._listeners and here and signal.getsignal(signal.SIGTERM) == self._hear:
-            signal.signal(signal.SIGTERM, self._before)
+    def leave(self, listener: Preemption) -> None:
+        self.listeners.discard(listener)
+        if not self.listeners and signal.getsignal(signal.SIGTERM) == self._hear:
+            with suppress(ValueError):  # another thread cannot set handlers; ours calls that before
+                signal.signal(signal.SIGTERM, self._before)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.heard = self.heard or self._listeners > 0
+        self.heard = self.heard or len(self.listeners) > 0
         if callable(self._before):
             self._before(number, frame)
-        elif not self._listeners and self._before is signal.SIG_DFL:
+        elif not self.listeners and self._before is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 

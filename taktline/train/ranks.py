@@ -6,7 +6,7 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from taktline.checkpoint.model_state import Processes
 from taktline.checks import check, launched
 from taktline.device import gpu_for_each_process
-from taktline.errors import MismatchError, TaktlineError
+from taktline.errors import MismatchError
 from taktline.plan import Plan
 from taktline.private import private
 from taktline.stage.grad_sync import sync_of
@@ -30,7 +30,7 @@ from taktline.transport import Transport, transport_of
 from taktline.transport.base import Alone
 from taktline.transport.communicators import default_group, timeout_of
 from taktline.transport.distributed import Distributed
-from taktline.transport.exchange import share_error, share_floats
+from taktline.transport.exchange import share_floats
 from taktline.transport.exit_hooks import meet
 from taktline.transport.local import refuse_inside
 
@@ -92,30 +92,12 @@ class Ranks:
         """The stages that a plan runs in this process."""
         return [stage for rank in self.own for stage in plan.placement.stages_of(rank)]
 
-    def agreed(
-        self,
-        error: TaktlineError | None,
-        what: str,
-        numbers: Callable[[str], Sequence[int]],
-        difference: Callable[[str, Transport, list[list[int]]], str | None],
-    ) -> TaktlineError | None:
-        """Returns the same error on every process of every replica; all of them call this.
-
-        Processes along each dimension of the mesh share ``numbers(noun)``, where the noun is that
-        of such a process, "rank" or "replica". ``difference(noun, transport, rows)`` says
-        why the rows of all do not fit together.
-        """
-        dims = zip((PIPELINE, *self._others), self.processes.transports, strict=True)
-        for name, transport in dims:
+    def dims(self) -> Iterator[tuple[str, Transport]]:
+        """What a process is called along each dimension of the mesh, and the transport there."""
+        names = (PIPELINE, *self._others)
+        for name, transport in zip(names, self.processes.transports, strict=True):
             noun = "rank" if name == PIPELINE else f"{name} rank"
-            noun = "replica" if name in self.data_dims else noun
-            mine = [int(error is not None), *numbers(noun)]
-            rows = transport.exchange(mine, what)
-            if any(failed for failed, *_ in rows):
-                error = share_error(transport, error)
-            elif text := difference(noun, transport, [row for _, *row in rows]):
-                error = MismatchError(text)
-        return error
+            yield "replica" if name in self.data_dims else noun, transport
 
     def mean_of_replicas(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean of a loss over the replicas."""

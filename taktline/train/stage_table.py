@@ -6,7 +6,6 @@ import copy
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, NamedTuple
@@ -60,46 +59,37 @@ class StageNeeds(NamedTuple):
 
 
 def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | None:
-    """What stages need for an example, by a run of copies of them.
+    """What stages need for an example, by a run of copies of them without data.
 
-    The run is without data, or with it if the forward reads data. Where neither works, this returns
-    None: it is for a prediction only, and what is wrong with a model a step reports.
+    None if the forward reads data: it is for a prediction only, and what is wrong with a model a
+    step reports.
     """
     tensors = [tensor for m in modules for tensor in (*m.parameters(), *m.buffers())]
     here = next((tensor.device for tensor in tensors), torch.device("cpu"))
     here = torch.device("cpu") if here.type == "meta" else here
-    call = pytree.tree_map_only(torch.Tensor, lambda part: part.to(here), arguments_of(example))
-    eagerly = torch.compiler.set_stance("force_eager")
-    for mode in (_FakeMode(allow_non_fake_inputs=True), None):
-        try:
-            with eagerly, keep_generators([here]), torch.enable_grad(), mode or nullcontext():
-                return _run(modules, call, tensors, here, mode)
-        except Exception as error:  # whatever a model raises
-            _log.info("no prediction of work and memory: %s: %s", type(error).__name__, error)
-    return None
-
-
-def _run(
-    modules: Sequence[nn.Module], call: Any, tensors: list[Any], here: torch.device, mode: Any
-) -> list[StageNeeds]:
-    """Run copies of stages: of their parameters, or with a mode of all tensors without data."""
+    mode = _FakeMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             return torch.empty_like(tensor, device=here, requires_grad=tensor.requires_grad)
         return mode.from_tensor(tensor)
 
-    if mode is None:
-        held = {id(tensor): tensor for tensor in tensors if isinstance(tensor, nn.Parameter)}
-    else:
-        held = {id(tensor): fake(tensor) for tensor in tensors}
-        call = pytree.tree_map_only(torch.Tensor, fake, call)
-    # A forward may change what it finds: buffers, and attributes of modules.
-    copies = copy.deepcopy(list(modules), held)
-    names = [crossings_of(module) for module in modules]
-    # What a first call does beside its work does not count.
-    _needs_of(names, copies, *call)
-    return _needs_of(names, copies, *call)
+    eagerly = torch.compiler.set_stance("force_eager")
+    try:
+        with eagerly, keep_generators([here]), torch.enable_grad(), mode:
+            held = {id(tensor): fake(tensor) for tensor in tensors}
+            call = pytree.tree_map_only(
+                torch.Tensor, lambda part: fake(part.to(here)), arguments_of(example)
+            )
+            # A forward may change what it finds: buffers, and attributes of modules.
+            copies = copy.deepcopy(list(modules), held)
+            names = [crossings_of(module) for module in modules]
+            # What a first call does beside its work does not count.
+            _needs_of(names, copies, *call)
+            return _needs_of(names, copies, *call)
+    except Exception as error:  # whatever a model raises
+        _log.info("no prediction of work and memory: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _needs_of(
@@ -235,23 +225,14 @@ class StageTable:
 
 
 def _layers(names: Iterable[str]) -> str:
-    """The layers that parameters belong to; consecutive layers of a list as a range.
+    """The first and the last layer that parameters belong to.
 
-    >>> _layers(["embed.weight", "blocks.0.a.weight", "blocks.1.a.weight", "blocks.1.b", "scale"])
-    'embed, blocks.0–1, scale'
+    >>> _layers(["embed.weight", "blocks.0.a.weight"]), _layers(["blocks.1.a", "blocks.3.b"])
+    ('embed–blocks.0', 'blocks.1–3')
     """
-    ranges: list[tuple[str, int, int]] = []  # a list, and the numbers of its first and last layer
-    for name in names:
-        match = re.match(r"((?:\D.*?\.)?)(\d+)\.", name)
-        path, number = (name.rpartition(".")[0] or name, -1)
-        if match is not None:
-            path, number = match[1], int(match[2])
-        if ranges and ranges[-1][0] == path and ranges[-1][2] in (number, number - 1):
-            ranges[-1] = path, ranges[-1][1], number
-        else:
-            ranges.append((path, number, number))
-    texts = (
-        path if first < 0 else f"{path}{first}" if first == last else f"{path}{first}–{last}"
-        for path, first, last in ranges
-    )
-    return ", ".join(dict.fromkeys(texts))
+    numbered = {name: re.match(r"(.*?\b\d+)\.", name) for name in names}
+    layers = [m[1] if m else name.rpartition(".")[0] or name for name, m in numbered.items()]
+    if not layers or layers[0] == layers[-1]:
+        return layers[0] if layers else ""
+    path = layers[0].rpartition(".")[0]
+    return f"{layers[0]}–{layers[-1].removeprefix(f'{path}.')}"

@@ -1,4 +1,4 @@
-"""Runs a step or an evaluation on the ranks of this process; loss, speed and memory of steps."""
+"""Runs steps, evaluations and greedy generation on the ranks of this process, and measures them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,32 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from traceback import walk_tb
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeVar
-from weakref import ref
+from zlib import crc32
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
-from taktline.checks import check_one_of
-from taktline.errors import BatchError, LossError, ScheduleError
+from taktline.checks import check, check_one_of, refuse
+from taktline.errors import (
+    ArgumentError,
+    BatchError,
+    LossError,
+    MismatchError,
+    ScheduleError,
+    UseError,
+)
+from taktline.runtime.microbatch import describe
 from taktline.runtime.schedule import Schedule
+from taktline.split.recorded_stage import model_of
+from taktline.stage.names import unwrapped
 from taktline.text import size_text
 from taktline.train.batches import broadcast_output, length_of, on_device
 from taktline.train.build import Built
-from taktline.transport.exit_hooks import notes
 
 T = TypeVar("T")
 
@@ -66,24 +76,7 @@ def run(
         output = broadcast_output(output, ranks, built.plan.placement.rank_of[-1])
     if loss is not None and ranks.replicas > 1:
         loss = ranks.mean_of_replicas(loss)
-    _latest[:] = [] if loss is None else [ref(loss)]
     return output, loss
-
-
-_latest: list[ref[torch.Tensor]] = []
-"""The loss of the latest step."""
-
-
-def _explain_backward(error: BaseException) -> None:
-    """Add a note to the error of ``loss.backward()`` after a step, if it ends the program."""
-    called = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    if any(each is not None and each is loss() for each in called for loss in _latest):
-        error.add_note(
-            "pipe.step() has run the backward: gradients are in .grad. Leave out loss.backward()"
-        )
-
-
-notes.append(_explain_backward)
 
 
 _OWN = "the model's own loss"
@@ -147,6 +140,136 @@ def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
             part.training = mode
 
 
+# Generation. Each token is one evaluation of the whole texts, in which the micro-batches follow
+# each other through the stages. No keys and values are kept: no stage has those of all layers.
+
+
+def generate(
+    built: Built,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+    mask: torch.Tensor | None,
+    ends: int | Sequence[int] | None,
+    padding: int | None,
+) -> torch.Tensor:
+    """See :meth:`taktline.Pipeline.generate`; all ranks take part."""
+    model = _model(built)
+
+    def said() -> list[int]:
+        _check(model, ids, max_new_tokens, mask)
+        values = (ids.tolist(), None if mask is None else mask.tolist(), ends, padding)
+        return [max_new_tokens, built.ranks.replica, crc32(str(values).encode())]
+
+    rows = built.ranks.processes.everywhere(said, "read the arguments", "generate()")
+    # Replicas have texts of their own, but go on together until the last one has ended.
+    if len({row[0] for row in rows}) > 1 or len(set(map(tuple, rows))) > built.ranks.replicas:
+        raise MismatchError(
+            "generate() was called with other texts or options on some ranks; pass the same on "
+            "every rank of a pipeline, and the same max_new_tokens to all replicas"
+        )
+    last, padding = _ends(model, ends, padding)
+    # With room for all new tokens, all calls have one shape; causal models ignore later tokens.
+    room, length = (0, max_new_tokens), ids.shape[1]
+    texts = pad(ids.to(built.ranks.device), room, value=padding)
+    masks = {} if mask is None else _masks(pad(mask.to(texts), room, value=1), model)
+    done = torch.zeros(len(texts), 1, dtype=torch.bool, device=texts.device)
+    stop = length + max_new_tokens
+    for end in range(length, stop):
+        with _next_tokens(built, end - 1):
+            output = built.schedule.eval(texts, **masks)
+        token = broadcast_output(output, built.ranks, built.plan.placement.rank_of[-1]).to(texts)
+        token = token.masked_fill(done, padding)
+        texts[:, end : end + 1] = token
+        done |= torch.isin(token, last.to(token))
+        if bool(done.all()):
+            stop = min(stop, end + 1)
+        # All replicas evaluate together, until the last of their texts has ended.
+        if not built.ranks.in_any_pipeline(end + 1 < stop, "generate()"):
+            break
+    return texts[:, :stop].to(ids.device)
+
+
+def _check(model: Any, ids: Any, max_new_tokens: Any, mask: Any) -> None:
+    """Raise if an argument is not valid, or the model cannot generate."""
+    check("ids", ids, torch.Tensor)
+    if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+        refuse("ids", "a tensor [rows, length] of token ids", ids)
+    check("max_new_tokens", max_new_tokens, int, least=1)
+    if model is not None and (model.config.is_encoder_decoder or not model.can_generate()):
+        raise UseError(
+            f"{type(model).__name__} is not a causal language model, so it cannot generate texts"
+        )
+    if mask is None:
+        return
+    check("attention_mask", mask, torch.Tensor)
+    if mask.shape != ids.shape or not bool((mask[:, -1] != 0).all()):
+        raise ArgumentError(
+            f"attention_mask must be {list(ids.shape)} as ids, with 0 for padding on the left "
+            f"of a text, not {list(mask.shape)}; new tokens come after their right end"
+        )
+
+
+def _ends(
+    model: Any, ends: int | Sequence[int] | None, padding: int | None
+) -> tuple[torch.Tensor, int]:
+    """The tokens that end a text, and the token that fills it up; by default the model's."""
+    config = getattr(model, "generation_config", None)
+    ends = getattr(config, "eos_token_id", None) if ends is None else ends
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    padding = getattr(config, "pad_token_id", None) if padding is None else padding
+    if padding is None:
+        padding = ends[0] if ends else 0
+    return torch.tensor(ends), padding
+
+
+def _model(built: Built) -> nn.Module | None:
+    """A module of this process that is a model of transformers, if there is one."""
+    stages = [unwrapped(module) for module in built.model.modules.values()]
+    whole = (model_of(stage) for stage in stages)
+    modules = [m for m in whole if m is not None] or [m for s in stages for m in s.modules()]
+    return next((m for m in modules if callable(getattr(m, "can_generate", None))), None)
+
+
+def _masks(mask: torch.Tensor, model: nn.Module | None) -> dict[str, Any]:
+    """The arguments for padded texts."""
+    found = {"attention_mask": mask}
+    # A stage has the arguments of its model.
+    forwards = [vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind)]
+    if any("position_ids" in inspect.signature(forward).parameters for forward in forwards):
+        found["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return found
+
+
+@contextmanager
+def _next_tokens(built: Built, place: int) -> Iterator[None]:
+    """Inside, the last stage returns only the likeliest tokens after a place, [rows, 1]."""
+
+    def token(module: nn.Module, args: Any, output: Any) -> torch.Tensor:
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
+            raise UseError(
+                "generate() is for causal language models, which return logits [rows, length, "
+                f"words], or have them in output.logits, not {describe(output)}"
+            )
+        return logits[:, place].argmax(-1, keepdim=True)
+
+    runner = built.schedule._runner
+    before = runner.cutter_for, runner.merge_spec
+    cutter = replace(runner.cutter, args_spec=None, kwargs_spec=None)  # texts are cut by rows
+    runner.cutter_for, runner.merge_spec = lambda batch: cutter, None
+    last = [stage.submod for stage in built.schedule._stages if stage.is_last]
+    hooks = [module.register_forward_hook(token) for module in last]
+    try:
+        yield
+    finally:
+        runner.cutter_for, runner.merge_spec = before
+        for hook in hooks:
+            hook.remove()
+
+
+# Numbers of how training goes.
+
+
 class Metrics:
     """The metrics of the latest steps."""
 
@@ -193,27 +316,18 @@ def _peak(device: torch.device) -> int:
 
 
 def progress(pipe: Any, batches: Iterable[T], every: int, *, measured: bool) -> Iterator[T]:
-    """Yields the batches; the first rank shows a bar on a terminal, and lines elsewhere."""
+    """Yields the batches; the first rank prints a line every few steps."""
     total = length_of(batches)
-    bar = _bar(total) if pipe.is_first and sys.stdout.isatty() else None
-    with bar or nullcontext():
-        for done, batch in enumerate(batches, start=1):
-            # The second one: in the first, ranks still exchange shapes.
-            tracing = pipe.trace() if measured and done % every == 2 % every else nullcontext()
-            with tracing as trace:
-                yield batch
-            if trace is not None and trace.timelines:
-                pipe._metrics.bubble = trace.timelines[0].bubble()
-            if bar is not None:
-                bar.update(0, completed=done)
-            # Not each time: reading the loss waits for the GPU.
-            if not pipe.is_first or (done % every and done != total):
-                continue
-            text = line(pipe.metrics())
-            if bar is not None:
-                bar.update(0, line=text)
-            else:
-                print(f"step {done:4}  {text}", flush=True)
+    for done, batch in enumerate(batches, start=1):
+        # The second one: in the first, ranks still exchange shapes.
+        tracing = pipe.trace() if measured and done % every == 2 % every else nullcontext()
+        with tracing as trace:
+            yield batch
+        if trace is not None and trace.timelines:
+            pipe._metrics.bubble = trace.timelines[0].bubble()
+        # Not each time: reading the loss waits for the GPU.
+        if pipe.is_first and (done % every == 0 or done == total):
+            print(f"step {done:4}  {line(pipe.metrics())}", flush=True)
 
 
 def line(numbers: Mapping[str, float]) -> str:
@@ -227,14 +341,3 @@ def line(numbers: Mapping[str, float]) -> str:
     texts["bubble"] = "bubble {:.0%}"
     found = [text.format(numbers[name]) for name, text in texts.items() if name in numbers]
     return "  ".join([*found, f"peak {size_text(numbers['peak_memory'])}"])
-
-
-def _bar(total: int | None) -> Any:
-    """A progress bar of rich with one task, if rich is installed."""
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    except ImportError:
-        return None
-    bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
-    bar.add_task("", total=total, line="")
-    return bar

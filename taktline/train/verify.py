@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import sys
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -26,46 +26,20 @@ from taktline.train.steps import in_mode, of_model, run
 from taktline.transport.exchange import share_values
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-_ENDLESS = sys.float_info.max
-"""Reported for an error that is not finite."""
-_PHASES = {
-    "forward": "the output of {}",
-    "loss": "the loss",
-    "gradient": "the gradient of the parameter {}",
-}
+_FORWARD, _LOSS, _GRADIENT = range(3)
 _MEAN = (
     "the mean of loss_fn over micro-batches is not its value for the batch: make it a mean over "
     "rows, or pass loss_weights"
 )
 _DROPOUTS = tuple(getattr(nn, name) for name in nn.modules.dropout.__all__)
 
+_Forward: TypeAlias = dict[str, list[torch.Tensor]]
+"""Outputs by module, of all its calls within the forward; in that order."""
+_Pair: TypeAlias = tuple[tuple[int, int, int], str, torch.Tensor, torch.Tensor]
+"""A tensor of the pipeline and that of the plain model: when it is computed there, and where.
 
-class Difference(NamedTuple):
-    """A tensor that differs between a pipeline and the plain model."""
-
-    within: str
-    """The phase: "forward", "loss" or "gradient"."""
-    place: int
-    """In the order in which the plain model computes."""
-    microbatch: int
-    """-1: all of them together."""
-    stage: int
-    name: str
-    """Of a module, or of a parameter."""
-    error: float = 0.0
-    """The largest difference, relative to the largest value."""
-
-    def order(self) -> tuple[int, int, int]:
-        """A key that sorts differences in the order in which the plain model computes."""
-        return list(_PHASES).index(self.within), self.place, self.microbatch
-
-    def __str__(self) -> str:
-        where = f"stage {self.stage}"
-        where += f", micro-batch {self.microbatch}" if self.microbatch >= 0 else ""
-        what = _PHASES[self.within].format(self.name or "the model")
-        advice = f"; {_MEAN}" if self.within == "loss" else ""
-        much = "is not finite" if self.error == _ENDLESS else f"differs by {self.error:.1e}"
-        return f"{where}, {self.within}: {what} {much}{advice}"
+The first is the phase, the second the place in it, and the third the micro-batch.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +48,14 @@ class Verification:
 
     compared: int
     """The number of tensors that were compared, on all ranks."""
-    difference: Difference | None
+    difference: str
+    """The first difference in the order in which the plain model computes; or nothing."""
 
     def __bool__(self) -> bool:
-        return self.difference is None
+        return not self.difference
 
     def __str__(self) -> str:
-        return str(self.difference or f"equal to the plain model: {self.compared:,} tensors")
+        return self.difference or f"equal to the plain model: {self.compared:,} tensors"
 
 
 def verify(
@@ -92,8 +67,7 @@ def verify(
     """See :meth:`taktline.Pipeline.verify`; all ranks take part."""
     if tolerance is not None:
         check("tolerance", tolerance, float, least=0)
-    mesh = built.ranks.mesh
-    if mesh is not None and mesh.ndim > 1:
+    if built.ranks.mesh is not None and built.ranks.mesh.ndim > 1:
         raise UseError(
             "verify() needs a pipeline without replicas and tensor parallelism; make one with the "
             "same stages"
@@ -118,32 +92,31 @@ def verify(
         }
         _, loss = run(built, "step", _cloned(batch), False)
         built.schedule.steps, runner.stepped_at = steps, stepped_at  # this is no training step
-        pairs = [each for stage in forwards for each in _outputs(built, stage, forwards, *whole)]
+        pairs = [pair for stage in forwards for pair in _outputs(built, stage, forwards, *whole)]
         if loss is not None:
-            last = Difference("loss", 0, -1, built.plan.stages - 1, "")
-            pairs.append((last, loss.detach(), wanted))
-        largest = max((_largest(p.grad) for p in plain.parameters()), default=0.0)
+            where = f"stage {built.plan.stages - 1}, loss: the loss"
+            pairs.append(((_LOSS, 0, 0), where, loss.detach(), wanted))
         pairs += _gradients(built, plain)
-        found = [
-            place._replace(error=error)
-            for place, here, there in pairs
-            if (error := _error(here, there, tolerance, largest * (place.within == "gradient")))
-        ]
-    first = min(found, key=Difference.order, default=None)
-    shape = (int, Either(None, (str, int, int, int, str, float)))
-    mine, call = (len(pairs), first), "verify()"
-    shared = share_values(built.ranks.transport, mine, shape, call, what="the differences")
-    differences = [Difference(*each) for _, each in shared if each is not None]
-    compared = sum(count for count, _ in shared)
-    return Verification(compared, min(differences, key=Difference.order, default=None))
+        largest = max((_largest(p.grad) for p in plain.parameters()), default=0.0)
+    found: list[tuple[int, int, int, str]] = []
+    for order, where, here, there in pairs:
+        error = _error(here, there, tolerance, largest if order[0] == _GRADIENT else 0.0)
+        if error:
+            much = f"differs by {error:.1e}" if error < math.inf else "is not finite"
+            found.append((*order, f"{where} {much}" + (f"; {_MEAN}" * (order[0] == _LOSS))))
+    mine, shape = (len(pairs), min(found, default=None)), (int, Either(None, (int, int, int, str)))
+    call, what = "verify()", "the differences"
+    shared = share_values(built.ranks.transport, mine, shape, call, what=what)
+    *_, first = min((each for _, each in shared if each is not None), default=[""])
+    return Verification(sum(count for count, _ in shared), first)
 
 
 def _copy_of(model: nn.Module, built: Built) -> nn.Module:
     """The plain model with the pipeline's values, on every rank."""
     check("model", model, nn.Module)
-    device, plain = built.ranks.device, copy.deepcopy(model)
     values = gathered_state(built.model, built.ranks, everywhere=True)
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    plain, device = copy.deepcopy(model), built.ranks.device
     plain = plain.to_empty(device=device) if is_meta else plain.to(device)
     try:
         plain.load_state_dict(values)
@@ -157,6 +130,16 @@ def _copy_of(model: nn.Module, built: Built) -> nn.Module:
     return plain
 
 
+def _plain_loss(plain: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
+    """Run the whole batch forward and backward; returns the loss."""
+    args, target, options = _cloned(batch)
+    with collect_losses() as added:
+        output = plain(*args, **of_model(options))
+    loss = sum(added, start=loss_fn(output, target, **options.get("loss_kwargs") or {}))
+    loss.backward()
+    return loss.detach()
+
+
 def _same_modules(built: Built, stage: int, plain: nn.Module) -> dict[str, nn.Module]:
     """The modules of a stage that are whole: with the same modules inside as in the model."""
     theirs, found = named_modules(plain), dict[str, nn.Module]()
@@ -167,28 +150,22 @@ def _same_modules(built: Built, stage: int, plain: nn.Module) -> dict[str, nn.Mo
     return found
 
 
-_Forward: TypeAlias = dict[str, list[torch.Tensor]]
-"""Outputs by module, of all its calls within the forward; in that order."""
-_Pair: TypeAlias = tuple[Difference, torch.Tensor, torch.Tensor]
-"""A tensor of the pipeline and that of the plain model, and where they are."""
-
-
 def _record(root: nn.Module, modules: Mapping[str, nn.Module], stack: ExitStack) -> list[_Forward]:
     """A list that gets the outputs of modules in each call of ``root``, until the stack is left."""
     forwards: list[_Forward] = []
-    inside = False  # what a backward computes again is not recorded
+    running = False  # what a backward computes again is not recorded
 
     def begin(*_: Any) -> None:
-        nonlocal inside
-        inside = True
+        nonlocal running
+        running = True
         forwards.append({})
 
     def end(*_: Any) -> None:
-        nonlocal inside
-        inside = False
+        nonlocal running
+        running = False
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if inside:
+        if running:
             tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
             # Copies, as the next module may change them in place.
             forwards[-1].setdefault(name, []).extend(x.detach().clone() for x in tensors)
@@ -200,36 +177,35 @@ def _record(root: nn.Module, modules: Mapping[str, nn.Module], stack: ExitStack)
     return forwards
 
 
-def _plain_loss(model: nn.Module, loss_fn: Any, batch: Any) -> torch.Tensor:
-    """Run the whole batch forward and backward; returns the loss."""
-    args, target, options = _cloned(batch)
-    with collect_losses() as added:
-        output = model(*args, **of_model(options))
-    loss = sum(added, start=loss_fn(output, target, **options.get("loss_kwargs") or {}))
-    loss.backward()
-    return loss.detach()
-
-
 def _outputs(
     built: Built, stage: int, forwards: Mapping[int, Sequence[_Forward]], whole: _Forward
 ) -> Iterator[_Pair]:
-    """The outputs of a stage's modules for each micro-batch."""
+    """The outputs of modules for each micro-batch, and the same rows of the plain model's."""
     rows = built.plan.rows_of(built.plan.placement.rank_of[stage])
     order = rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
-    recorded = forwards[stage]  # in this order; of a small batch, there are fewer micro-batches
-    order = [part for part in order if part < len(recorded)]
-    by_microbatch = sorted(zip(order, recorded, strict=True), key=lambda each: each[0])
+    # Of a small batch, there are fewer micro-batches.
+    order = [part for part in order if part < len(forwards[stage])]
+    recorded = dict(sorted(zip(order, forwards[stage], strict=True)))
     for place, (name, outputs) in enumerate(whole.items()):
+        # Of a module that several stages call, each has a part of the calls.
+        called = [m for m in recorded if len(recorded[m].get(name, ())) == len(outputs)]
         for number, output in enumerate(outputs):
-            found = {
-                microbatch: forward[name][number]
-                for microbatch, forward in by_microbatch
-                # Of a module that several stages call, each has a part of the calls.
-                if len(forward.get(name, ())) == len(outputs)
-            }
-            expected = _rows(output, list(found.values()))
-            for (microbatch, part), there in zip(found.items(), expected, strict=False):
-                yield Difference("forward", place, microbatch, stage, name), part, there
+            parts = [recorded[microbatch][name][number] for microbatch in called]
+            for microbatch, part, there in zip(called, parts, _rows(output, parts), strict=False):
+                where = f"stage {stage}, micro-batch {microbatch}, forward: the output of "
+                yield (_FORWARD, place, microbatch), where + (name or "the model"), part, there
+
+
+def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The rows of each micro-batch in a tensor of the plain model; none if they do not match."""
+    if all(part.shape == whole.shape for part in parts):
+        return [whole] * len(parts)  # not cut
+    if any(part.dim() != whole.dim() for part in parts):
+        return []
+    cut = {d for part in parts for d in range(whole.dim()) if part.shape[d] != whole.shape[d]}
+    sizes = [part.shape[min(cut)] for part in parts]
+    matches = len(cut) == 1 and sum(sizes) == whole.shape[min(cut)]
+    return whole.split(sizes, min(cut)) if matches else []
 
 
 def _gradients(built: Built, plain: nn.Module) -> Iterator[_Pair]:
@@ -238,10 +214,11 @@ def _gradients(built: Built, plain: nn.Module) -> Iterator[_Pair]:
     for stage, name, parameter in built.parameters():
         if name in named and parameter.requires_grad:
             zeros, there = torch.zeros_like(parameter), plain.get_parameter(name).grad
-            # The backward reaches the last one first.
-            where = Difference("gradient", -named.index(name), -1, stage, name)
+            where = f"stage {stage}, gradient: the gradient of the parameter {name}"
             here = zeros if parameter.grad is None else parameter.grad
-            yield where, here, zeros if there is None else there
+            # The backward reaches the last one first.
+            order = _GRADIENT, -named.index(name), 0
+            yield order, where, here, zeros if there is None else there
 
 
 def _largest(tensor: torch.Tensor | None) -> float:
@@ -258,22 +235,11 @@ def _error(
     if found.dtype == expected.dtype and torch.equal(found, expected):
         return 0.0
     usual = _TOLERANCE.get(expected.dtype, 3e-2)  # of types with fewer digits
-    limit = usual if tolerance is None else tolerance
     found, expected = found.double(), expected.double()
     error = _largest(found - expected) / max(_largest(expected), 1e-3 * largest, 1e-12)
-    return 0.0 if error <= limit else min(error, _ENDLESS) if error == error else _ENDLESS
-
-
-def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The rows of each micro-batch in a tensor of the plain model; none if they do not match."""
-    if all(part.shape == whole.shape for part in parts):
-        return [whole] * len(parts)  # not cut
-    if any(part.dim() != whole.dim() for part in parts):
-        return []
-    cut = {d for part in parts for d in range(whole.dim()) if part.shape[d] != whole.shape[d]}
-    dim = min(cut)
-    sizes = [part.shape[dim] for part in parts]
-    return whole.split(sizes, dim) if len(cut) == 1 and sum(sizes) == whole.shape[dim] else []
+    if math.isnan(error):
+        return math.inf
+    return 0.0 if error <= (usual if tolerance is None else tolerance) else error
 
 
 def _cloned(batch: Any) -> Any:

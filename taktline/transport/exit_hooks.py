@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -25,8 +24,6 @@ _CALL_SECONDS = 1.0
 
 planes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The control plane of each default process group."""
-notes: list[Callable[[BaseException], None]] = []
-"""Called with an error that ends the program, to add notes to it."""
 
 
 def store_name() -> str:
@@ -115,9 +112,6 @@ def _forked() -> None:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Announce that an error ends this program, and call the hook that was there before."""
-    for note in notes:
-        with suppress(Exception):
-            note(error)
     for plane in list(planes.values()):
         with suppress(Exception):
             plane.raised(error)

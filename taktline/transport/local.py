@@ -22,7 +22,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
-from taktline.checks import check, check_callable, known_keywords
+from taktline.checks import check, check_callable
 from taktline.errors import DeadlockError, TransportError
 from taktline.text import counted
 from taktline.transport.base import Channel, Frame, Handle, Post, Transport, bytes_of
@@ -35,7 +35,6 @@ Args = TypeVarTuple("Args")
 _thread = threading.local()
 
 
-@known_keywords
 def run(fn: Callable[[int, *Args], T], ranks: int, *args: *Args, strict: bool = False) -> list[T]:
     """Call ``fn(rank, *args)`` for each rank, and return the results in the order of the ranks.
 

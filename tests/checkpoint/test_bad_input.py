@@ -71,8 +71,6 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
         files={f"../{k}": v for k, v in c["files"].items()}
     ),
     "lacks a part of model/blocks.0.wide.bias": twice,
-    "cannot load": lambda content: content["values"]["random/0"].update(python=3),
-    "the step is -1, not a number of steps": lambda content: content.update(step=-1),
     "has version 2 of the format, and": lambda content: content.update(version=2, whatever=[]),
 }
 
@@ -113,22 +111,29 @@ def test_what_is_no_regular_file_is_not_opened(copied: Path, name: str, kind: st
     else:
         file.symlink_to("/dev/zero")
     refused(copied, "not a regular file")
-    assert tl.checkpoint.latest(copied.parent) is None
+    assert (tl.checkpoint.latest(copied.parent) is None) == (name == MANIFEST)
 
 
-def test_state_that_an_optimizer_refuses(copied: Path) -> None:
-    """Torch finds out after it has changed the optimizer."""
+def spoilt_state(content: dict[str, Any]) -> None:
+    for name in [each for each in content["tensors"] if each.endswith("/step")]:
+        del content["tensors"][name]
+        content["optimizers"][0]["state"][name.split("/")[2]] = {"step": "three"}
 
-    def spoilt(content: dict[str, Any]) -> None:
-        for name in [each for each in content["tensors"] if each.endswith("/step")]:
-            del content["tensors"][name]
-            content["optimizers"][0]["state"][name.split("/")[2]] = {"step": "three"}
 
-    edited(copied, spoilt)
+OWNERS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "cannot load": lambda content: content["values"]["random/0"].update(python=3),
+    "ValueError: could not convert string to float": spoilt_state,
+}
+
+
+@pytest.mark.parametrize("text", OWNERS)
+def test_state_that_its_owner_refuses(copied: Path, text: str) -> None:
+    """Only torch finds out, when other objects have theirs; weights and optimizers stay."""
+    edited(copied, OWNERS[text])
     training = Training(pipeline(2, ranks=2))
     training.run(1)
     before, optimizer = list(training.state()), training.optimizer.state_dict()
-    with pytest.raises(CheckpointError, match="ValueError: could not convert string to float"):
+    with pytest.raises(CheckpointError, match=text):
         training.load(copied)
     assert all(map(torch.equal, training.state(), before))
     assert training.optimizer.state_dict() == optimizer
@@ -194,18 +199,14 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"extra": {"f": print}}, r"extra\.f is <built-in.*without pickle"),
         ({"optimizer": foreign}, "that is not in this model; make it with pipe"),
-        ({"data": [1]}, r"data must be an object with state_dict\(\) and load_"),
-        ({"data": pipe.loader([1])}, r"list, which pipe.loader\(\) reads, has no state_dict\(\)"),
-        ({"scheduler": 0.1}, r"scheduler must be an object with state_dict\(\)"),
-        ({"scaler": 2.0}, r"scaler must be an object with state_dict\(\)"),
+        ({"data": [1]}, "cannot save to .* 'list' object has no attribute 'state_dict'"),
+        ({"scheduler": 0.1}, "'float' object has no attribute 'state_dict'"),
+        ({"scaler": 2.0}, "'float' object has no attribute 'state_dict'"),
         ({"keep": 0}, "keep must be a whole number from 1 up"),
     ]
     for given, text in wrong:
         with pytest.raises(tl.TaktlineError, match=text):
             pipe.save(tmp_path, **given)
-    pipe.schedules[0].steps = -1
-    with pytest.raises(tl.TaktlineError, match="steps must be a whole number from 0"):
-        pipe.save(tmp_path)
     assert not list(tmp_path.glob("*step*"))
 
 
@@ -224,7 +225,7 @@ def one_rank(rank: int, group: Any, folder: str, what: str) -> tuple[str, bool]:
         training.data.load_state_dict = broken
     with pytest.raises(tl.TaktlineError) as caught:
         training.load(folder)
-    same = training.data.next == 0 and all(map(torch.equal, training.state(), before))
+    same = all(map(torch.equal, training.state(), before))
     assert training.pipe.grad_norm() >= 0  # pyright: ignore
     return str(caught.value), same
 
@@ -249,4 +250,4 @@ def test_what_one_rank_finds_all_ranks_raise(workers: Workers, tmp_path: Path) -
         told = workers.run(one_rank, str(tmp_path), what)
         assert told[0] == told[1]
         assert text in told[0][0]
-        assert told[0][1], "nothing has changed"
+        assert told[0][1], "neither weights nor optimizers have changed"

@@ -69,7 +69,13 @@ class Shared(Layers):
         return x
 
 
-@pytest.mark.parametrize("make", [Layers, Reading, Shared])
+def test_a_forward_that_reads_data_has_no_prediction() -> None:
+    pipe = pipeline(Reading())
+    assert "all stages alike" in str(pipe)
+    assert not pipe.boundaries
+
+
+@pytest.mark.parametrize("make", [Layers, Shared])
 def test_costs_are_counted_and_the_model_stays(make: Callable[[], nn.Module]) -> None:
     model = make()
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -136,7 +136,6 @@ def test_a_model_of_ones_own() -> None:
         ({"ids": torch.ones(2, 3)}, "ids must be a tensor [rows, length] of token ids"),
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number from 1 up"),
         ({"attention_mask": torch.zeros(5, 6)}, "with 0 for padding on the left"),
-        ({"use_cache": True}, "generate() takes no 'use_cache'"),
     ],
 )
 def test_arguments_that_are_refused(options: dict[str, Any], text: str, llama: tl.Pipeline) -> None:

@@ -139,21 +139,11 @@ def test_modules_have_the_names_of_the_model() -> None:
     assert len(list(pipe.modules())) == 4
 
 
-def test_where_it_is() -> None:
-    pipe = pipeline()
-    assert pipe.to("cpu") is pipe
-    assert pipe.to(torch.device("cpu")) is pipe
-    with pytest.raises(UseError, match=r'make it with Pipeline\(…, device="cuda:1"\)'):
-        pipe.to("cuda:1")
-    with pytest.raises(UseError, match="convert the model before"):
-        pipe.to(torch.float16)
-
-
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
         ("forward", r"call step\(…\) to train"),
-        ("cuda", r'Pipeline\(…, device="cuda"\)'),
+        ("to", r'Pipeline\(…, device="cuda"\)'),
         ("nonsense", "has no 'nonsense'$"),
     ],
 )

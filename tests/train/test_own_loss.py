@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -120,17 +119,3 @@ def test_what_is_refused() -> None:
         pipe.step(TOKENS)
     with pytest.raises(tl.TaktlineError, match="returns several numbers in its tuple"):
         pipeline(WithLoss(lambda output, loss: (loss, loss))).step(TOKENS, None, TARGET)
-
-
-def test_a_backward_after_a_step_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    pipe = tl.Pipeline(layers, microbatches=2, ranks=2, loss_fn=nn.functional.mse_loss)
-    loss = pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
-    for tensor, explained in ((loss, True), (torch.ones(()), False)):
-        try:
-            tensor.backward()
-        except RuntimeError as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-        assert ("pipe.step() has run the backward" in capsys.readouterr().err) == explained
-    assert type(loss) is torch.Tensor
-    assert not loss.__dict__

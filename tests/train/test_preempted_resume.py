@@ -30,16 +30,6 @@ class Data(training.Data):
         return torch.randn(8, 4, generator=torch.Generator().manual_seed(self.next))
 
 
-class Noisy(torch.optim.SGD):
-    """Draws random numbers, as optimizers that round at random do."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.add_(torch.rand(()) / 100)
-
-
 class Run:
     """A loop as users write it, of one of many kinds."""
 
@@ -69,12 +59,10 @@ class Run:
         others = [each for each in self.pipe.parameters() if each.dim() < 2]
         if self.kind in ("several", "every other"):
             return [torch.optim.AdamW(weights), torch.optim.SGD(others, 0.1, momentum=0.9)]
-        if self.kind == "noisy":
-            return [Noisy(self.pipe.parameters(), 0.1)]
         return [torch.optim.AdamW(self.pipe.parameters(), lr=0.1)]
 
     def saved_with(self) -> dict[str, Any]:
-        position: dict[str, Any] = {} if self.kind in ("drawn", "noisy") else {"data": self.data}
+        position: dict[str, Any] = {} if self.kind == "drawn" else {"data": self.data}
         return {"scheduler": self.schedulers, **position}
 
     def save(self, pipe: tl.Pipeline) -> None:
@@ -85,7 +73,7 @@ class Run:
         assert saved.name.endswith(f"-step-{steps}")
 
     def batch(self) -> Tensor:
-        return torch.randn(8, 4) if self.kind in ("drawn", "noisy") else next(self.data)
+        return torch.randn(8, 4) if self.kind == "drawn" else next(self.data)
 
     def losses(self, stop: tuple[int, int, str] | None) -> Iterator[float]:
         """Train to the end; ``stop`` is where SIGTERM comes: update, part, and before what."""
@@ -141,7 +129,7 @@ def run(rank: int, group: Any, folder: str, kind: str, shape: Any, stop: Any) ->
 
 KINDS = [
     ("plain", None, (2, 0, "step")),
-    ("noisy", None, (2, 0, "step")),
+    ("drawn", None, (2, 0, "step")),
     ("accumulated", None, (2, 0, "step")),
     ("every other", None, (2, 0, "step")),
     ("reduced once", None, (2, 0, "step")),

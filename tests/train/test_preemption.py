@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import taktline as tl
-from taktline.errors import ArgumentError, UseError
+from taktline.errors import ArgumentError
 from taktline.train import preemption
 from tests.settled import settle
 from tests.workers import PRELOADED
@@ -200,15 +200,15 @@ def test_a_pipeline_that_is_dropped_hears_nothing(elsewhere: bool) -> None:
 def test_it_must_be_called_and_made_in_the_main_thread() -> None:
     with pytest.raises(ArgumentError, match="on_preempt must be"):
         pipeline(on_preempt=3)
-    errors: list[Exception] = []
+    errors: list[ValueError] = []
 
     def make() -> None:
         try:
             pipeline(on_preempt=print)
-        except UseError as error:
+        except ValueError as error:
             errors.append(error)
 
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert "which only the main thread can; make the pipeline there" in str(errors[0])
+    assert "signal only works in main thread" in str(errors[0])

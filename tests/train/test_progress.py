@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from taktline import Pipeline
 from taktline.errors import ArgumentError
-from tests.documents import ROOT
 from tests.train.models import loss_fn
 from tests.workers import Workers
 
@@ -73,29 +68,6 @@ def test_processes_measure_their_bubble(workers: Workers) -> None:
     assert 0 <= found[0]["bubble"] < 1
     assert found[0]["bubble"] == found[1]["bubble"]
     assert found[0]["loss"] == found[1]["loss"]
-
-
-@pytest.mark.processes
-def test_a_bar_on_a_terminal() -> None:
-    code = "from tests.train.test_progress import train; train()"
-    ours, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=theirs, cwd=ROOT, env=environment
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        try:
-            while part := os.read(ours, 4096):
-                shown += part
-        except OSError:  # the other end is closed
-            pass
-        assert process.wait() == 0
-    os.close(ours)
-    text = shown.decode()
-    assert "━" in text
-    assert "5/5" in text
-    assert re.search(r"loss \d\.\d+ +[\d,]+ tokens/s", text)
 
 
 def test_in_a_notebook() -> None:
