@@ -25,7 +25,7 @@ from taktline import pytree
 from taktline.errors import StageError, TaktlineError, text_of
 from taktline.meta import Signature
 from taktline.plan import Action, Kind, Plan
-from taktline.runtime.ports import FirstIncoming, Outgoing, PeerFailed, ports_of
+from taktline.runtime.ports import Incoming, Outgoing, PeerFailed, ports_of
 from taktline.runtime.runnable_plan import merged
 from taktline.runtime.stage_actions import (
     Binding,
@@ -236,7 +236,7 @@ class Bound:
         for stage, ports in self.ports.items():
             sides = (arriving, ports.activations_in), (leaving, ports.activations_out)
             for table, port in sides:
-                if isinstance(port, FirstIncoming | Outgoing):
+                if isinstance(port, Incoming | Outgoing):
                     table[stage] = [port.learned[m] for m in range(self.plan.microbatches)]
         return Signatures(arriving, leaving)
 
