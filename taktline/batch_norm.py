@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -41,27 +41,14 @@ class DeferredBatchNorm(nn.BatchNorm1d):
 
     @classmethod
     def convert(cls, module: nn.Module) -> nn.Module:
-        """The module with each ``nn.BatchNorm1d``, ``2d`` and ``3d`` in it replaced, in place.
+        """The module, in which each ``nn.BatchNorm1d``, ``2d`` and ``3d`` has become such a one.
 
-        Parameters, buffers and their names stay. If the module is a batch norm itself, use the
-        module that this returns.
+        Parameters, buffers, hooks and all names stay.
         """
-        parts = list(module.modules())
-        plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-        made: dict[Any, nn.Module] = {
-            part: cls._like(part) for part in parts if type(part) in plain
-        }
-        for part in parts:
-            part._modules.update({n: made.get(x, x) for n, x in part._modules.items()})
-        return made.get(module, module)
-
-    @classmethod
-    def _like(cls, norm: Any) -> DeferredBatchNorm:
-        made = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, device="meta")
-        made.track_running_stats = norm.track_running_stats
-        made._parameters = norm._parameters.copy()
-        made._buffers = norm._buffers.copy()
-        return made.train(norm.training)
+        for part in module.modules():
+            if type(part) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+                part.__class__ = cls
+        return module
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

@@ -221,17 +221,6 @@ class TensorMeta:
         """The size of the data in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def describes(self, value: object) -> bool:
-        """Whether a value is such a tensor."""
-        if self.sharding is not None or is_sharded(value):
-            return isinstance(value, torch.Tensor) and TensorMeta.of(value) == self
-        return (
-            isinstance(value, torch.Tensor)
-            and value.shape == self.shape
-            and value.dtype is self.dtype
-            and value.requires_grad is self.requires_grad
-        )
-
     @property
     def of_gradient(self) -> TensorMeta:
         """The description of the gradient that comes back."""
@@ -285,17 +274,6 @@ class Signature:
         """
         given = iter(tensors)
         return [next(given) if isinstance(leaf, TensorMeta) else leaf for leaf in self.leaves]
-
-    def describes(self, leaves: Sequence[object], spec: pytree.TreeSpec | None = None) -> bool:
-        """Whether flattened arguments have this signature."""
-        return (
-            len(leaves) == len(self.leaves)
-            and spec == self.spec
-            and all(
-                meta.describes(leaf) if isinstance(meta, TensorMeta) else _same(meta, leaf)
-                for meta, leaf in zip(self.leaves, leaves, strict=True)
-            )
-        )
 
     def difference(
         self,

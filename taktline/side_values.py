@@ -26,7 +26,7 @@ class Skip:
     """A value on its way to later stages."""
 
     value: Any
-    stage: int
+    stage: int | None
     """The stage that put it."""
     taken: bool = False
     """Whether a stage has got it."""
@@ -37,8 +37,8 @@ class SideValues:
 
     __slots__ = ("_outer", "_replaced", "got", "losses", "observed", "replays", "skips", "stage")
 
-    def __init__(self, stage: int, skips: dict[str, Skip]) -> None:
-        self.stage = stage
+    def __init__(self, stage: int | None, skips: dict[str, Skip]) -> None:
+        self.stage = stage  # None outside of a pipeline, where forwards have no beginning and end
         self.skips = skips  # from earlier stages, and from this one
         self.got: set[str] = set()
         self._replaced: set[str] = set()
@@ -63,7 +63,7 @@ class SideValues:
         """Put a value for this stage and later ones."""
         if self.replays:
             return
-        if waiting := self.skips.get(name):
+        if self.stage is not None and (waiting := self.skips.get(name)):
             if not waiting.taken:
                 raise SkipError(
                     f"{name!r} is put by stage {waiting.stage} and again by stage {self.stage}, "
@@ -88,12 +88,14 @@ class SideValues:
 
     def add(self, loss: torch.Tensor) -> None:
         """Add a loss to what training minimises."""
-        if not self.replays:
+        if not self.replays and self.stage is not None:  # outside, nothing collects it
             self.losses.append(loss)
 
     def observe(self, module: Any, statistics: Any) -> None:
         """Note statistics; the module is updated with them once the step has succeeded."""
-        if not self.replays:
+        if self.stage is None:
+            module.update([statistics])  # a forward has the whole batch
+        elif not self.replays:
             self.observed.append((module, statistics))
 
     def finish(self) -> None:
@@ -102,6 +104,9 @@ class SideValues:
             raise SkipError(f"no stage gets {lost}; get each of them, or do not put it")
 
     def _missing(self, name: str) -> str:
+        if self.stage is None:
+            there = ", ".join(map(repr, self.skips)) or "nothing"
+            return f"{name!r} was not put before it is got; so far there is {there}"
         lost = self._lost()
         waiting = f"; no stage has got {lost}" if lost else ""
         return (
@@ -126,25 +131,8 @@ class Replay(SideValues):
         return self._running().get(name)
 
 
-class _Outside(SideValues):
-    """Those outside of a pipeline, where forwards have no beginning and end."""
-
-    def put(self, name: str, value: torch.Tensor) -> None:
-        self.skips[name] = Skip(value, self.stage)
-
-    def observe(self, module: Any, statistics: Any) -> None:
-        module.update([statistics])  # a forward has the whole batch
-
-    def add(self, loss: torch.Tensor) -> None:
-        pass  # nothing collects it
-
-    def _missing(self, name: str) -> str:
-        there = ", ".join(map(repr, self.skips)) or "nothing"
-        return f"{name!r} was not put before it is got; so far there is {there}"
-
-
 # One for all threads: on a GPU, autograd runs checkpointed blocks again on its own threads.
-_outside = _Outside(0, {})
+_outside = SideValues(None, {})
 
 
 class _Here(local):

@@ -16,7 +16,7 @@ from torch import nn
 from taktline.errors import CheckpointError, JsonError, MismatchError, TaktlineError, text_of
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.watchdog import guarded
-from taktline.stage.names import declared, named_buffers, named_parameters
+from taktline.stage.names import declared, named_state
 from taktline.transport import Transport, transport_of
 from taktline.transport.base import Alone
 from taktline.transport.exchange import restored, retold, share_values, written
@@ -104,13 +104,13 @@ class ModelState:
     @classmethod
     def of_model(cls, model: nn.Module, modules: dict[int, nn.Module] | None = None) -> Self:
         """The state of a model that was cut into these stages, or of one that is whole."""
-        state = state_of(model)
+        state = named_state(model)
         if modules is None:
             return cls({0: model}, list(state))
         # In the order of the model's own state_dict(), which may leave out or add something.
         names = [name for name in model.state_dict() if name in state] or list(state)
         found = cls(modules, names)
-        held = {name for module in modules.values() for name in state_of(module)}
+        held = {name for module in modules.values() for name in named_state(module)}
         known = {id(state[name]): name for name in state if name in held}
         for name in names:
             if name not in held and id(state[name]) in known:
@@ -133,7 +133,7 @@ class ModelState:
         first: dict[int, int] = {}
         uses: list[Any] = []  # each stage, a name in it, and the first stage that has the same
         for stage, module in modules.items():
-            for name, value in state_of(module).items():
+            for name, value in named_state(module).items():
                 home = homes.get((stage, name), first.setdefault(id(value), stage))
                 everywhere = processes is not None and not isinstance(value, nn.Parameter)
                 uses.append((stage, name, -1 if everywhere else home))
@@ -188,7 +188,7 @@ class ModelState:
         return [
             (self.name(stage, name), value)
             for stage, module in self.modules.items()
-            for name, value in state_of(module).items()
+            for name, value in named_state(module).items()
         ]
 
     def saved(self) -> list[tuple[str, torch.Tensor]]:
@@ -209,11 +209,6 @@ class ModelState:
             for tie in declared(module)
         ]
         return joined([same, self.aliases, *tied], self.names)
-
-
-def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of a module, by their names in the user's model."""
-    return {**named_parameters(module), **named_buffers(module, persistent=True)}
 
 
 def first_of_each(held: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -18,11 +18,12 @@ import torch
 from taktline import pytree
 from taktline.checks import warn
 from taktline.errors import BatchError, MismatchError, StageError, TaktlineError, text_of
+from taktline.meta import local
 from taktline.runtime.microbatch import Batch, Cutter, Feed, LossWeights, bounds
 from taktline.runtime.program import Failure
 from taktline.runtime.replicas import Replicas
 from taktline.text import by_rank, counted
-from taktline.transport import Channel, Handle, Transport
+from taktline.transport import Channel, Transport
 from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import (
     as_floats,
@@ -49,7 +50,7 @@ class Record(NamedTuple):
     targets: int = 0
     skips: int = 0  # at the end: whether stages have got skips
     preempted: int = 0  # at the end: whether the rank was asked to stop
-    losses: tuple[int, ...] = ()  # at the end, if they are shared
+    losses: Sequence[int] = ()  # at the end, if they are shared
 
 
 class Field(NamedTuple):
@@ -61,10 +62,6 @@ class Field(NamedTuple):
     show: Callable[[Any], object] = str
     optional: bool = False
     """Whether 0 stands for nothing, and fits any value."""
-
-
-def _numbered(number: int) -> str:
-    return f"number {number}" if number else "a new one"
 
 
 def _digest(number: int) -> str:
@@ -79,15 +76,13 @@ _ONE_BATCH = (
 _COMMON = (
     Field(
         "schedule",
-        "the ranks step different schedules, counted by their first steps",
+        "the ranks step different schedules, by the order of their first steps (0: a new one)",
         "step the same schedules in the same order on every rank",
-        _numbered,
     ),
     Field(
         "call",
         "the ranks are in different calls of step() and eval()",
         "a rank has left one out, or made one more. Make the same calls on every rank",
-        _numbered,
     ),
     Field(
         "step",
@@ -107,10 +102,7 @@ _COMMON = (
         bool,
     ),
     Field(
-        "batch",
-        "the batch has different sizes",
-        "pass every rank its part of one batch",
-        optional=True,
+        "batch", "the batch has different sizes", "pass every rank its part of one batch", str, True
     ),
 )
 _DATA = (
@@ -156,7 +148,7 @@ class Agreement:
         self._transport = transport
         self._replicas = replicas
         self._feed = feed
-        self.relay: LossRelay | None = None
+        self.relay: Callable[[Feed], torch.Tensor] | None = None
         """Carries losses to the other ranks where reading them would wait for a GPU."""
         self.asks_to_stop: Callable[[], bool] | None = None
         """Whether this rank shall end after the running step."""
@@ -183,9 +175,7 @@ class Agreement:
             return [mine]
         count = len(mine) - 1
         rows = self._transport.exchange([*mine[:-1], *mine.losses], what)
-        records = [Record(*row[:count], losses=tuple(row[count:])) for row in rows]
-        if self.relay is not None:
-            self.relay.settle()
+        records = [Record(*row[:count], losses=row[count:]) for row in rows]
         if any(record.failed for record in records):
             raise share_error(self._transport, error) or MismatchError(
                 "a rank failed without saying why; look at the other ranks' output"
@@ -206,12 +196,9 @@ class Agreement:
         mine = Record(failed=failure is not None, skips=bool(got), preempted=asks)
         with self.with_replicas(what):
             if shares:
-                # A rank that has failed may lack some losses; no rank reads them then.
-                count = feed.microbatches
-                said = Feed(microbatches=count, scales=[0.0] * count) if failure else feed
-                if self.relay is not None:
-                    relayed = self.relay.share(said.losses, said.microbatches)
-                mine = mine._replace(losses=losses_as_numbers(said, relayed))
+                relayed = None if self.relay is None else self.relay(feed)
+                numbers = losses_as_numbers(feed, relayed, failed=failure is not None)
+                mine = mine._replace(losses=numbers)
             records = self.share(mine, None if failure is None else failure.error, what)
             self.preempted = any(record.preempted for record in records)
             if shares:
@@ -292,6 +279,57 @@ def words_of(leaf: Any) -> tuple[str, ...]:
     return kind.__qualname__, text
 
 
+# The data of batches.
+
+_SAMPLED = 4096
+"""The most elements of a tensor that are read."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes."""
+
+
+def fingerprints(call: int, data: Sequence[Any]) -> list[int]:
+    """A number for each part of a call's data; 0 where there is none, or it is not compared now.
+
+    Data is compared in the first five calls, then in every 16th, as reading it waits for a GPU.
+    """
+    due = call <= 5 or call % 16 == 1
+    return [fingerprint(each) if due and each is not None else 0 for each in data]
+
+
+def fingerprint(values: Any) -> int:
+    """A number from 1 to 2**63 - 1 for the values of a batch.
+
+    Bit-equal values have the same number in every process, whatever their strides and devices. It
+    depends on order, types and shapes, on up to 4,096 elements spread over each tensor, on numbers
+    and strings, and on the types of other objects.
+    """
+    words: list[str] = []
+    with torch.no_grad():
+        for leaf in pytree.tree_leaves(values):
+            words += words_of(leaf)[:2]
+            if isinstance(leaf, torch.Tensor) and (data := _sampled(leaf)) is not None:
+                words.append(data.cpu().numpy().tobytes().hex())
+    return digest_of(words) or 1
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Some elements of a tensor, as whole numbers; None if it has no plain data."""
+    tensor = local(tensor.detach())
+    opaque = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+    if opaque or tensor.is_meta or hasattr(tensor, "__tensor_flatten__"):
+        return None
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype.itemsize > 8:  # complex128
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.view(_INTEGERS[tensor.dtype.itemsize])
+    step = -(-bits.numel() // _SAMPLED)
+    if step <= 1:
+        return bits
+    while math.gcd(step, bits.numel() // len(bits)) > 1:  # it would hit the same columns again
+        step += 1
+    return bits.take(torch.arange(0, bits.numel(), step, device=bits.device))
+
+
 # Losses: their weights, and how ranks share them.
 
 
@@ -299,8 +337,7 @@ def weigh(feed: Feed, cutter: Cutter, *, warned: bool) -> bool:
     """Set the weights of micro-batches; returns whether a user was warned that sizes differ."""
     call, count = feed.call, feed.microbatches
     rows = feed.rows if cutter.fewer else 0
-    feed.scales = shares(rows, count) if call.scale_grads else [1.0] * count
-    feed.added_scales = feed.scales
+    feed.scales = feed.added_scales = shares(rows, count) if call.scale_grads else [1.0] * count
     if feed.targets is None:
         return warned
     if call.loss_weights is not None:
@@ -327,8 +364,8 @@ def warn_if_uneven(rows: int, targets: Sequence[Any]) -> bool:
     count = len(targets)
     if rows and rows % count == 0:
         return False
-    leaves = [pytree.tree_leaves(target) for target in targets]
-    tensors = [[x for x in found if isinstance(x, torch.Tensor) and x.ndim] for found in leaves]
+    leaves = (pytree.tree_leaves(target) for target in targets)
+    tensors = ([x for x in found if isinstance(x, torch.Tensor) and x.ndim] for found in leaves)
     sizes = [len(found[0]) if found else 0 for found in tensors]
     if len(set(sizes)) == 1:
         return False
@@ -398,36 +435,36 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NO_LOSS = -1
 
 
-def losses_as_numbers(feed: Feed, relayed: torch.Tensor | None) -> tuple[int, ...]:
+def losses_as_numbers(feed: Feed, relayed: torch.Tensor | None, *, failed: bool) -> list[int]:
     """The losses and scales of this rank, which other ranks read with :func:`put_losses`.
 
-    Main losses are left out if a :class:`LossRelay` has carried them, but not their type.
+    Main losses are left out if they were :func:`relayed`, but not their type. No rank reads those
+    of a step that has failed.
     """
-    count, main = feed.microbatches, {} if relayed is not None else feed.losses
-    values = [*_joined(main, count).tolist(), *_joined(feed.aux_losses, count).tolist()]
+    count = feed.microbatches
+    if failed:
+        return [_NO_LOSS, 0, *[0] * 3 * count]
+    main, aux = ({} if relayed is not None else feed.losses), feed.aux_losses
+    values = [*_joined(main, count).tolist(), *_joined(aux, count).tolist(), *feed.scales]
     types = [_DTYPES.index(x.dtype) if x.dtype in _DTYPES else 0 for x in feed.losses.values()]
-    code = types[0] if types else _NO_LOSS
-    return code, int(bool(feed.aux_losses)), *as_integers([*values, *feed.scales])
+    return [types[0] if types else _NO_LOSS, int(bool(aux)), *as_integers(values)]
 
 
 def put_losses(ranks: Iterable[Sequence[int]], feed: Feed, relayed: torch.Tensor | None) -> None:
     """Put all ranks' losses into the feed: main ones with their scales, sums of added ones."""
-    dtype, losses, aux = None, {}, {}
-    for code, has_aux, *bits in ranks:
+    count, dtype, losses = feed.microbatches, None, ()
+    has_aux, aux = False, [0.0] * count
+    for code, adds, *bits in ranks:
         values = as_floats(bits)
-        count = len(values) // 3
         if code != _NO_LOSS:
-            dtype, losses = _DTYPES[code], dict(enumerate(values[:count]))
-            feed.scales = values[2 * count :]
-        if has_aux:
-            added = enumerate(values[count : 2 * count])
-            aux = {m: aux.get(m, 0.0) + value for m, value in added}
-    feed.losses, feed.aux_losses = (
-        dict(enumerate(torch.tensor([*each.values()], dtype=kind, device="cpu").unbind()))
-        for each, kind in ((losses, dtype), (aux, None))
-    )
-    if relayed is not None and losses:
-        feed.losses = dict(enumerate(relayed.to(dtype).unbind()))
+            dtype, losses, feed.scales = _DTYPES[code], values[:count], values[2 * count :]
+        has_aux = has_aux or bool(adds)
+        aux = [total + value for total, value in zip(aux, values[count : 2 * count], strict=True)]
+    found = torch.tensor(losses, dtype=dtype, device="cpu")
+    if relayed is not None and dtype is not None:
+        found = relayed.to(dtype)
+    added = torch.tensor(aux, device="cpu").unbind() if has_aux else ()
+    feed.losses, feed.aux_losses = dict(enumerate(found.unbind())), dict(enumerate(added))
 
 
 def _joined(
@@ -439,42 +476,25 @@ def _joined(
     return torch.stack([losses[m].to(zero) if m in losses else zero for m in range(count)])
 
 
-class LossRelay:
-    """Sends losses from rank to rank as tensors, so that no host waits for the GPU.
+def relayed(
+    transport: Transport, rank_of: Sequence[int], device: torch.device, feed: Feed
+) -> torch.Tensor:
+    """The losses of a step on every rank, sent as a tensor, so that no host waits for a GPU.
 
-    Losses take the way of the gradients, and reach a rank at its last stage::
+    They take the way of the gradients, and reach a rank at its last stage::
 
         stage        0         1         2         3
         rank         0         1         2         0
         losses                 1 ◀────── 2 ◀────── 0
+
+    ``rank_of`` has the rank of each stage. A rank that should have losses and has none sends zeros.
     """
-
-    def __init__(self, transport: Transport, rank_of: Sequence[int], device: torch.device) -> None:
-        """``rank_of`` has the rank of each stage."""
-        self._transport = transport
-        self._device = device
-        last_stage = {rank: stage for stage, rank in enumerate(rank_of)}
-        source = {r: rank_of[s + 1] for r, s in last_stage.items() if s + 1 < len(rank_of)}
-        self._source = source.get(transport.rank)
-        self._targets = [rank for rank in source if source[rank] == transport.rank]
-        self._sent: list[Handle] = []
-
-    def share(self, losses: Mapping[int, torch.Tensor], count: int) -> torch.Tensor:
-        """The losses of ``count`` micro-batches, the same on every rank; all ranks take part.
-
-        A rank that should have losses and has none sends zeros.
-        """
-        here, values = self._transport.rank, _joined(losses, count, self._device)
-        data = values.view(torch.uint8)
-        if self._source is not None:
-            self._transport.receiver(Channel(self._source, here, True))(data).wait()
-        self._sent = [
-            self._transport.sender(Channel(here, target, True))(data) for target in self._targets
-        ]
-        return values
-
-    def settle(self) -> None:
-        """Wait for the sends, after all ranks have posted their receives."""
-        for handle in self._sent:
-            handle.wait()
-        self._sent = []
+    here, losses = transport.rank, _joined(feed.losses, feed.microbatches, device)
+    data = losses.view(torch.uint8)
+    last = {rank: stage for stage, rank in enumerate(rank_of)}
+    source = {r: rank_of[s + 1] for r, s in last.items() if s + 1 < len(rank_of)}
+    if here in source:
+        transport.receiver(Channel(source[here], here, True))(data).wait()
+    for target in (rank for rank, sender in source.items() if sender == here):
+        transport.sender(Channel(here, target, True))(data).wait()
+    return losses

@@ -1,4 +1,4 @@
-"""What ranks compare beside their calls: models and options at first, then data at times.
+"""What ranks compare before their first call: models, options, and who has which stages.
 
 Each rank shares a digest of its blueprint, when a pipeline is built and before a first step. Where
 digests differ, two ranks send their blueprints, and all ranks raise the first difference.
@@ -6,22 +6,18 @@ digests differ, two ranks send their blueprints, and all ranks raise the first d
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 
-from taktline import pytree
 from taktline.errors import MismatchError
-from taktline.meta import local
 from taktline.plan import Plan
-from taktline.runtime.agreement import digest_of, located, words_of
-from taktline.runtime.ties import TieUse, untied
+from taktline.runtime.agreement import digest_of, located
+from taktline.runtime.ties import untied, uses_of
 from taktline.stage import PipelineStage
-from taktline.stage.names import OPTION, PLACE, TOPICS, Blueprint, attached, blueprint
+from taktline.stage.names import OPTION, TOPICS, Blueprint, attached, blueprint
 from taktline.transport import Transport
 from taktline.transport.exchange import share_error, share_values
 
@@ -29,7 +25,6 @@ T = TypeVar("T")
 
 BUILDING = "Pipeline(…)"
 
-_TIE = {"tie": {"uses": [(int, str)]}, "stage": int, "kind": str, "identity": str}
 INTRODUCTION = {
     "options": int,  # the digest of what the schedule was given
     "model": int,  # that of the model that the stages were cut from; 0 if it is not known
@@ -37,7 +32,7 @@ INTRODUCTION = {
     "shards": bool,  # whether a stage is gathered before it computes
     "reduces": bool,  # whether a stage averages its gradients over replicas
     "in_company": bool,  # whether processes of other pipelines share the work of its stages
-    "ties": [_TIE],  # the tied weights in the rank's stages
+    "ties": [([(int, str)], int, str, str)],  # the TieUse of each tied weight in its stages
     "number": int,  # what the rank proposes as the schedule's number; that of rank 0 counts
 }
 """What a rank says of its part of a schedule, once before the first step."""
@@ -74,7 +69,7 @@ def misfit(ranks: Sequence[Mapping[str, Any]], rank_of: Sequence[int]) -> str | 
             misplaced.append(f"rank {rank} has stages {said['stages']} and needs {needs}")
     if misplaced:
         return f"the stages are not where the schedule runs them: {'; '.join(misplaced)}"
-    return untied([TieUse.from_plain(use) for said in ranks for use in said["ties"]])
+    return untied([use for said in ranks for use in uses_of(said["ties"])])
 
 
 def options_of(name: str, plan: Plan, **others: object) -> Blueprint:
@@ -137,9 +132,6 @@ def _worded(first: str, second: str, one: Mapping[Any, str], two: Mapping[Any, s
         text, text2 = one.get((topic, name)), two.get((topic, name))
         if text == text2:
             continue
-        if topic == PLACE:
-            places = text or "no stage", text2 or "no stage"
-            return f"{name} is in {places[0]} on {first}, but in {places[1]} on {second}"
         if text is None or text2 is None:
             lacks, has = (first, second) if text is None else (second, first)
             return f"{lacks} has no {topic} {name}, which is {text or text2} on {has}"
@@ -193,81 +185,3 @@ def together(
     if known is not None:
         raise error or known
     return cast("T", made)
-
-
-# The data of batches.
-
-_SAMPLED = 4096
-"""The most elements of a tensor that are read."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size in bytes."""
-
-
-class Fingerprint:
-    """A number from 1 to 2**63 - 1 for the values of a batch.
-
-    Bit-equal values have the same number in every process, whatever their strides and devices. It
-    depends on order, types and shapes, on up to 4,096 elements spread over each tensor, on numbers
-    and strings, and on the types of other objects.
-
-    A GPU copies its elements to the host without waiting; only :meth:`read` waits for them.
-    """
-
-    def __init__(self, values: Any) -> None:
-        self._words: list[str] = []
-        self._samples: list[torch.Tensor] = []
-        self._copied: list[torch.Event] = []
-        with torch.no_grad():
-            for leaf in pytree.tree_leaves(values):
-                self._words += words_of(leaf)[:2]
-                if isinstance(leaf, torch.Tensor) and (data := _sampled(leaf)) is not None:
-                    self._samples.append(data.to("cpu", non_blocking=True, copy=True))
-                    if data.device.type != "cpu":
-                        self._copied.append(torch.Event(data.device))
-                        self._copied[-1].record(torch.accelerator.current_stream(data.device))
-
-    def read(self) -> int:
-        """The number; waits until all elements are there."""
-        for event in self._copied:
-            event.synchronize()
-        data = [sample.numpy().tobytes().hex() for sample in self._samples]
-        return digest_of([*self._words, *data]) or 1
-
-
-class DataCheck:
-    """Computes the fingerprints of some calls' data: of the first five, then of every 16th."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._waits = device.type != "cpu"
-        self._pending: list[Fingerprint | None] = []
-
-    def fingerprints(self, call: int, *data: Any) -> list[int]:
-        """A number for each part of the data, 0 where there is none to compare.
-
-        With a GPU they are those of the call before: by now it has computed these, and is at work
-        on the rest of that call while the host reads them.
-        """
-        found, self._pending = self._pending, []
-        if call <= 5 or call % 16 == 1:
-            self._pending = [None if each is None else Fingerprint(each) for each in data]
-        if not self._waits:
-            found, self._pending = self._pending, []
-        return [0 if each is None else each.read() for each in found or [None] * len(data)]
-
-
-def _sampled(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Some elements of a tensor, as whole numbers; None if it has no plain data."""
-    tensor = local(tensor.detach())
-    opaque = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
-    if opaque or tensor.is_meta or hasattr(tensor, "__tensor_flatten__"):
-        return None
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.dtype.itemsize > 8:  # complex128
-        tensor = torch.view_as_real(tensor)
-    bits = tensor.view(_INTEGERS[tensor.dtype.itemsize])
-    step = -(-bits.numel() // _SAMPLED)
-    if step <= 1:
-        return bits
-    while math.gcd(step, bits.numel() // len(bits)) > 1:  # it would hit the same columns again
-        step += 1
-    return bits.take(torch.arange(0, bits.numel(), step, device=bits.device))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -77,9 +77,8 @@ def split_args_kwargs_into_chunks(
     check("args", args, (tuple, list), "a tuple", error=BatchError)
     kwargs = check("kwargs", {} if kwargs is None else kwargs, dict, error=BatchError)
     check("micro-batches", chunks, int, least=1, error=BatchError)
-    arguments = _arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec)
-    _require_enough(_first_cut(arguments), chunks)
-    return _cut_all(arguments, len(args), kwargs, chunks)
+    specs = args_chunk_spec, kwargs_chunk_spec
+    return _cut(args, kwargs, specs, lambda rows: chunks)[1:]
 
 
 def split_value(
@@ -93,9 +92,7 @@ def split_value(
     >>> [part.tolist() for part in split_value(torch.arange(6), 2, name="target", each=2)]
     [[0, 1, 2, 3], [4, 5]]
     """
-    argument = _Argument.of(name, value, spec)
-    _require_enough(_first_cut([argument]), chunks)
-    return list(argument.cut(chunks, each))
+    return list(_Cuts([(name, value, spec)]).into(chunks, each)[0])
 
 
 def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
@@ -168,72 +165,67 @@ class _Leaf(NamedTuple):
         return f"{self.name} is {describe(self.value)}: {self.size} along dimension {self.dim}"
 
 
-class _Argument(NamedTuple):
-    """The leaves of a value to be cut; a value that is a leaf itself has no tree."""
+class _Cuts:
+    """Where some values are cut."""
 
-    leaves: list[_Leaf]
-    tree: pytree.TreeSpec | None
-
-    @classmethod
-    def of(cls, name: str, value: Any, spec: Any) -> _Argument:
-        """A value with its spec; raises if the spec does not fit."""
-        leaves = [
-            _Leaf(at, leaf, _cut_dim(at, leaf, s)) for at, leaf, s in _walk(name, value, spec)
+    def __init__(self, values: Iterable[tuple[str, Any, Any]]) -> None:
+        """For each value its name in errors, and its spec; raises if they are not one batch."""
+        self._values = [
+            (value, [_Leaf(at, x, _cut_dim(at, x, s)) for at, x, s in _walk(name, value, spec)])
+            for name, value, spec in values
         ]
-        is_leaf = len(leaves) == 1 and leaves[0].value is value
-        return cls(leaves, None if is_leaf else _flatten(value)[1])
+        cut = [leaf for _, leaves in self._values for leaf in leaves if leaf.dim is not None]
+        self._first = cut[0] if cut else None
+        self.rows = cut[0].size if cut else 0
+        """The size of all that is cut; 0 if nothing is."""
+        for leaf in cut[1:]:
+            if leaf.size != self.rows:
+                raise BatchError(
+                    f"not one batch: {cut[0]}, but {leaf}; where dimension 0 is not the batch, "
+                    "pass a chunk spec: TensorChunkSpec(dim), or Replicate() for the whole in each "
+                    "micro-batch"
+                )
 
-    def cut(self, chunks: int, each: int = 1) -> Sequence[Any]:
-        """The part of each micro-batch."""
-        parts = [leaf.cut(chunks, each) for leaf in self.leaves]
-        if self.tree is None:
-            return parts[0]
-        return [pytree.tree_unflatten([p[i] for p in parts], self.tree) for i in range(chunks)]
-
-
-def _arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any], args_spec: Any, kwargs_spec: Any
-) -> list[_Argument]:
-    """All arguments with their specs; specs for no arguments are ignored."""
-    by_place = _specs("args", args, dict(enumerate(args)), args_spec) if args else {}
-    by_name = _specs("kwargs", kwargs, kwargs, kwargs_spec) if kwargs else {}
-    return [
-        *(_Argument.of(f"argument {i}", args[i], spec) for i, spec in by_place.items()),
-        *(_Argument.of(f"keyword argument {k!r}", kwargs[k], by_name[k]) for k in kwargs),
-    ]
-
-
-def _cut_all(
-    arguments: Sequence[_Argument], count: int, keys: Mapping[str, Any], chunks: int
-) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """The arguments of each micro-batch: ``count`` positional ones, and those with keys."""
-    cut = [argument.cut(chunks) for argument in arguments]
-    parts = [tuple(each[i] for each in cut) for i in range(chunks)]
-    named = [dict(zip(keys, part[count:], strict=True)) for part in parts]
-    return [part[:count] for part in parts], named
-
-
-def _first_cut(arguments: Sequence[_Argument]) -> _Leaf | None:
-    """The first leaf that is cut; raises if another one has another size."""
-    cut = [leaf for argument in arguments for leaf in argument.leaves if leaf.dim is not None]
-    for leaf in cut[1:]:
-        if leaf.size != cut[0].size:
+    def into(self, chunks: int, each: int = 1) -> list[Sequence[Any]]:
+        """The parts of each value; raises unless there is a row for each micro-batch."""
+        if self._first is not None and not self.rows:
+            raise BatchError(f"{self._first}: it is empty; leave out batches without rows")
+        if self._first is not None and self.rows < chunks:
             raise BatchError(
-                f"not one batch: {cut[0]}, but {leaf}; where dimension 0 is not the batch, pass a "
-                "chunk spec: TensorChunkSpec(dim), or Replicate() for the whole in each micro-batch"
+                f"{self._first} cannot be cut into {counted(chunks, 'micro-batch')}; pass at least "
+                f"{chunks}, or use at most {counted(self.rows, 'micro-batch')}"
             )
-    return cut[0] if cut else None
+        return [_parts(value, leaves, chunks, each) for value, leaves in self._values]
 
 
-def _require_enough(first: _Leaf | None, chunks: int) -> None:
-    """Raise unless there is a row for each micro-batch; ``first`` has the rows."""
-    if first is not None and not first.size:
-        raise BatchError(f"{first}: it is empty; leave out batches without rows")
-    if first is not None and first.size < chunks:
-        raise BatchError(
-            f"{first} cannot be cut into {counted(chunks, 'micro-batch')}; pass at least "
-            f"{chunks}, or use at most {counted(first.size, 'micro-batch')}"
-        )
+def _parts(value: Any, leaves: Sequence[_Leaf], chunks: int, each: int) -> Sequence[Any]:
+    """The part of each micro-batch."""
+    parts = [leaf.cut(chunks, each) for leaf in leaves]
+    if len(leaves) == 1 and leaves[0].value is value:
+        return parts[0]
+    tree = _flatten(value)[1]
+    return [pytree.tree_unflatten([part[i] for part in parts], tree) for i in range(chunks)]
+
+
+def _cut(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    specs: tuple[Any, Any],
+    parts_of: Callable[[int], int],
+) -> tuple[int, list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """The rows of a batch, 0 if unknown, and the arguments of each micro-batch.
+
+    Specs for no arguments are ignored; ``parts_of`` says how many parts so many rows have.
+    """
+    by_place = _specs("args", args, dict(enumerate(args)), specs[0]) if args else {}
+    by_name = _specs("kwargs", kwargs, kwargs, specs[1]) if kwargs else {}
+    places = [(f"argument {i}", args[i], spec) for i, spec in by_place.items()]
+    named = [(f"keyword argument {k!r}", value, by_name[k]) for k, value in kwargs.items()]
+    cuts = _Cuts([*places, *named])
+    cut, count = cuts.into(parts := parts_of(cuts.rows)), len(args)
+    found = [tuple(each[i] for each in cut) for i in range(parts)]
+    keywords = [dict(zip(kwargs, part[count:], strict=True)) for part in found]
+    return cuts.rows, [part[:count] for part in found], keywords
 
 
 def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -391,13 +383,8 @@ class Batch:
         (3, [(tensor([0, 1]),), (tensor([2]),)], [{}, {}])
         """
         specs = self.cutter.args_spec, self.cutter.kwargs_spec
-        arguments = _arguments(self.args, self.kwargs, *specs)
-        first = _first_cut(arguments)
-        rows = 0 if first is None else first.size
-        parts = self.cutter.parts(rows)
-        _require_enough(first, parts)
+        rows, args, kwargs = _cut(self.args, self.kwargs, specs, self.cutter.parts)
         self.check(rows)
-        args, kwargs = _cut_all(arguments, len(self.args), self.kwargs, parts)
         args = args if self.arg_mbs is None else self.arg_mbs
         return rows, args, kwargs if self.kwarg_mbs is None else self.kwarg_mbs
 
@@ -417,8 +404,7 @@ class Batch:
 
     def target_size(self) -> int:
         """The rows of the target; 0 if unknown."""
-        first = _first_cut([_Argument.of("target", self.target, self.cutter.target_spec)])
-        return 0 if first is None else first.size
+        return _Cuts([("target", self.target, self.cutter.target_spec)]).rows
 
     def check(self, rows: int) -> None:
         """Raise if micro-batches from the caller do not fit to a batch with so many rows."""

@@ -21,6 +21,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any, TypeAlias
 
@@ -120,7 +121,13 @@ class Outgoing:
             self._packed[microbatch] = self._described(microbatch, leaves, spec)
             return
         if self._signatures is not None:
-            _require_as_before(self._signatures[microbatch], leaves, spec)
+            signature = self._signatures[microbatch]
+            if difference := signature.difference(leaves, spec):
+                raise signature.misfit(
+                    leaves,
+                    f"{difference}, as it was for inputs of the same shapes before; if the output "
+                    "depends on their values, pass dynamic_shapes=True to the schedule",
+                )
             leaves = _tensors(leaves)
         layout = self._layouts[microbatch]
         self._packed[microbatch] = layout, [layout.pack(leaves)]
@@ -161,35 +168,40 @@ def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _require_as_before(signature: Signature, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
-    if not signature.describes(leaves, spec):
-        raise signature.misfit(
-            leaves,
-            f"{signature.difference(leaves, spec)}, as it was for inputs of the same shapes "
-            "before; if the output depends on their values, pass dynamic_shapes=True to the "
-            "schedule",
-        )
-
-
 class Incoming:
-    """The receiving end of a boundary whose signatures are known."""
+    """The receiving end of a boundary."""
 
     def __init__(
-        self, post: Post, layouts: Sequence[Layout], signatures: Sequence[Signature]
+        self,
+        post: Post,
+        stage: PipelineStage,
+        queue: Queue,
+        layouts: Sequence[Layout] | None = None,
+        signatures: Sequence[Signature] = (),
     ) -> None:
-        self._post = post
-        self._layouts = layouts
-        self._signatures = signatures
+        """Without ``layouts`` each message describes itself.
+
+        Stages that share a channel share its ``queue``.
+        """
+        self._post, self._stage, self._queue = post, stage, queue
+        self._layouts, self._signatures = layouts, signatures
+        self.learned: dict[int, Signature] = {}
+        """The signatures of messages that describe themselves."""
         self._posted: dict[int, tuple[Handle, torch.Tensor, bytearray]] = {}
 
     def post(self, microbatch: int) -> None:
-        """Post the receive."""
+        """Post the receive; of a message of unknown size, only note that it comes next."""
+        if self._layouts is None:
+            self._queue[self._stage.stage_index, microbatch] = None
+            return
         layout = self._layouts[microbatch]
         buffer, marks = layout.empty(), bytearray(layout.unmarked)
         self._posted[microbatch] = (self._post(buffer, marks), buffer, marks)
 
     def take(self, microbatch: int) -> Values:
         """Wait for the values."""
+        if self._layouts is None:
+            return self._described(microbatch)
         handle, buffer, marks = self._posted.pop(microbatch)
         handle.wait()
         layout = self._layouts[microbatch]
@@ -206,25 +218,12 @@ class Incoming:
 
     def discard(self, microbatch: int) -> None:
         """Receive the values unless they were taken, and forget them."""
-        posted = self._posted.pop(microbatch, None)
-        if posted is not None:
-            posted[0].wait()
+        if microbatch in self._posted:
+            self._posted.pop(microbatch)[0].wait()
+        elif (self._stage.stage_index, microbatch) in self._queue:
+            self._message(microbatch)
 
-
-class FirstIncoming:
-    """The receiving end of a boundary in a first step: reads messages, and notes signatures."""
-
-    def __init__(self, post: Post, stage: PipelineStage, queue: Queue) -> None:
-        """Stages that share a channel share its ``queue``."""
-        self._post, self._stage, self._queue = post, stage, queue
-        self.learned: dict[int, Signature] = {}
-
-    def post(self, microbatch: int) -> None:
-        """Note that the message comes next: its size is unknown."""
-        self._queue[self._stage.stage_index, microbatch] = None
-
-    def take(self, microbatch: int) -> Values:
-        """Wait for the values."""
+    def _described(self, microbatch: int) -> Values:
         message = self._message(microbatch)
         if isinstance(message, Exception):
             raise message
@@ -232,11 +231,6 @@ class FirstIncoming:
         self.learned[microbatch] = signature
         tensors = Layout(signature.tensors, data.device, self._stage.mesh_for).unpack(data)
         return signature.filled(tensors), signature.spec
-
-    def discard(self, microbatch: int) -> None:
-        """Receive the values unless they were taken, and forget them."""
-        if (self._stage.stage_index, microbatch) in self._queue:
-            self._message(microbatch)
 
     def _message(self, microbatch: int) -> _Message:
         queue, key = self._queue, (self._stage.stage_index, microbatch)
@@ -282,8 +276,50 @@ class FirstIncoming:
 
 def ports_of(binding: Binding, known: Signatures | None) -> dict[int, Ports]:
     """The ports of this rank's stages; without known signatures each message describes itself."""
-    make, stages, trains = _Maker(binding, known), binding.stages, binding.trains
-    rank_of, here = binding.plan.placement.rank_of, binding.transport.rank
+    stages, trains, transport = binding.stages, binding.trains, binding.transport
+    rank_of, here = binding.plan.placement.rank_of, transport.rank
+    limited = binding.most_sends is not None and binding.sends_may_wait
+    shared = Sends(binding.most_sends or 0) if limited else None
+    made: dict[object, Layout] = {}
+    queues: defaultdict[Channel, Queue] = defaultdict(dict)
+
+    def laid_out(stage: int, values: Iterable[tuple[TensorMeta, ...]]) -> list[Layout]:
+        owner, found = stages[stage], list[Layout]()
+        for tensors in values:
+            # Stages share layouts and buffers, unless they may lie on different meshes.
+            sharded = any(tensor.sharding for tensor in tensors)
+            key = (tensors, owner.device, stage if sharded else None)
+            if key not in made:
+                made[key] = Layout(tensors, owner.device, owner.mesh_for)
+            found.append(made[key])
+        return found
+
+    def incoming(stage: int, channel: Channel) -> Incoming:
+        port = partial(Incoming, transport.receiver(channel), stages[stage], queues[channel])
+        if known is None:
+            return port()
+        signatures = known.arriving.get(stage, [])
+        if channel.gradients:
+            signatures = [Signature(s.gradients) for s in known.leaving[stage]]
+        return port(laid_out(stage, [s.tensors for s in signatures]), signatures)
+
+    def outgoing(stage: int, channel: Channel) -> Outgoing:
+        post, device = transport.sender(channel, eager=known is None), stages[stage].device
+        if known is None:
+            return Outgoing((channel, stage), post, Sends(), device)
+        # In training, the gradient of a micro-batch shows that its activations have arrived.
+        answered = trains and not channel.gradients
+        unlimited = answered or not binding.sends_may_wait
+        port = partial(
+            *(Outgoing, (channel, stage), post),
+            shared or Sends(inf if unlimited else _UNDER_WAY),
+            device,
+        )
+        if channel.gradients:
+            return port(laid_out(stage, [s.gradients for s in known.arriving[stage]]))
+        leaving = known.leaving[stage]
+        return port(laid_out(stage, [s.tensors for s in leaving]), leaving)
+
     found = {stage: Ports() for stage in stages}
     for stage, ports in found.items():
         if stage + 1 in stages:  # both on this rank
@@ -292,64 +328,15 @@ def ports_of(binding: Binding, known: Signatures | None) -> dict[int, Ports]:
             ports.gradients_in = found[stage + 1].gradients_out = Handover(detached=False)
         elif stage + 1 < len(rank_of):
             there = rank_of[stage + 1]
-            ports.activations_out = make.outgoing(stage, Channel(here, there, False))
+            ports.activations_out = outgoing(stage, Channel(here, there, False))
             if trains:
-                ports.gradients_in = make.incoming(stage, Channel(there, here, True))
+                ports.gradients_in = incoming(stage, Channel(there, here, True))
         if stage > 0 and stage - 1 not in stages:
             there = rank_of[stage - 1]
-            ports.activations_in = make.incoming(stage, Channel(there, here, False))
+            ports.activations_in = incoming(stage, Channel(there, here, False))
             if trains:
-                ports.gradients_out = make.outgoing(stage, Channel(here, there, True))
+                ports.gradients_out = outgoing(stage, Channel(here, there, True))
     return found
-
-
-class _Maker:
-    """Makes the ports of channels."""
-
-    def __init__(self, binding: Binding, known: Signatures | None) -> None:
-        self._binding, self._transport, self._known = binding, binding.transport, known
-        limited = binding.most_sends is not None and binding.sends_may_wait
-        self._shared = Sends(binding.most_sends or 0) if limited else None
-        self._layouts: dict[object, Layout] = {}
-        self._queues: defaultdict[Channel, Queue] = defaultdict(dict)
-
-    def incoming(self, stage: int, channel: Channel) -> Incoming | FirstIncoming:
-        """The receiving end for a stage."""
-        post = self._transport.receiver(channel)
-        if self._known is None:
-            return FirstIncoming(post, self._binding.stages[stage], self._queues[channel])
-        signatures = self._known.arriving.get(stage, [])
-        if channel.gradients:
-            signatures = [Signature(s.gradients) for s in self._known.leaving[stage]]
-        return Incoming(post, self._laid_out(stage, [s.tensors for s in signatures]), signatures)
-
-    def outgoing(self, stage: int, channel: Channel) -> Outgoing:
-        """The sending end for a stage."""
-        place, known = (channel, stage), self._known
-        post = self._transport.sender(channel, eager=known is None)
-        if known is None:
-            return Outgoing(place, post, Sends(), self._binding.stages[stage].device)
-        # In training, the gradient of a micro-batch shows that its activations have arrived.
-        answered = self._binding.trains and not channel.gradients
-        unlimited = answered or not self._binding.sends_may_wait
-        sends = self._shared or Sends(inf if unlimited else _UNDER_WAY)
-        if channel.gradients:
-            layouts = self._laid_out(stage, [s.gradients for s in known.arriving[stage]])
-            return Outgoing(place, post, sends, layouts=layouts)
-        leaving = known.leaving[stage]
-        layouts = self._laid_out(stage, [s.tensors for s in leaving])
-        return Outgoing(place, post, sends, layouts=layouts, signatures=leaving)
-
-    def _laid_out(self, stage: int, values: Iterable[tuple[TensorMeta, ...]]) -> list[Layout]:
-        owner, found = self._binding.stages[stage], list[Layout]()
-        for tensors in values:
-            # Stages share layouts and buffers, unless they may lie on different meshes.
-            sharded = any(tensor.sharding for tensor in tensors)
-            key = (tensors, owner.device, stage if sharded else None)
-            if key not in self._layouts:
-                self._layouts[key] = Layout(tensors, owner.device, owner.mesh_for)
-            found.append(self._layouts[key])
-        return found
 
 
 def _memory(device: torch.device) -> int:

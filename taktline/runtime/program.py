@@ -27,7 +27,7 @@ from taktline import pytree
 from taktline.errors import StageError, TaktlineError, text_of
 from taktline.meta import Signature
 from taktline.plan import Action, Kind, Plan
-from taktline.runtime.ports import FirstIncoming, Outgoing, PeerFailed, ports_of
+from taktline.runtime.ports import Incoming, Outgoing, PeerFailed, ports_of
 from taktline.runtime.runnable_plan import merged
 from taktline.runtime.stage_actions import (
     Binding,
@@ -177,7 +177,7 @@ class Program:
             ports = work.ports
             sides = (arriving, ports.activations_in), (leaving, ports.activations_out)
             for table, port in sides:
-                if isinstance(port, FirstIncoming | Outgoing):
+                if isinstance(port, Incoming | Outgoing):
                     count = self.binding.plan.microbatches
                     table[stage] = [port.learned[m] for m in range(count)]
         return Signatures(arriving, leaving)

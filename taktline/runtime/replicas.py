@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from zlib import crc32
 
 import torch.distributed as dist
 
@@ -14,7 +13,7 @@ from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Transport, transport_of
 from taktline.transport.distributed import Distributed
-from taktline.transport.exchange import retold, share_error, share_texts
+from taktline.transport.exchange import retold, share_error
 from taktline.transport.local import LocalTransport
 
 
@@ -72,7 +71,11 @@ class Replicas:
             is_named = text_of(error).startswith(("replica ", "tensor-parallel")) if error else True
             if error is not None and noun != "rank" and not is_named:
                 error = retold(error, f"{noun} {others.rank}: {text_of(error)}")
-            error = _agreed(error, what, noun, others)
+            try:
+                failed = any(flag for (flag,) in others.exchange([int(error is not None)], what))
+                error = share_error(others, error) if failed else None
+            except MismatchError as elsewhere:  # they are in different calls
+                error = elsewhere
         return error
 
     def computes_together(self, stage: int) -> bool:
@@ -111,22 +114,6 @@ class Replicas:
         """Forget the reductions that were put off."""
         for sync in self._syncs:
             sync.forget()
-
-
-def _agreed(
-    error: TaktlineError | None, what: str, noun: str, others: Transport
-) -> TaktlineError | None:
-    """The first error of some ranks, or one about their different calls."""
-    mine = [int(error is not None), crc32(what.encode())]
-    rows = others.exchange(mine, "what other pipelines say")
-    if any(failed for failed, _ in rows):
-        return share_error(others, error)
-    if len({call for _, call in rows}) == 1:
-        return None
-    calls = "; ".join(f"{call} in {noun} {n}" for n, call in enumerate(share_texts(others, what)))
-    return MismatchError(
-        f"the ranks disagree on the call: {calls}; make the same calls in the same order on each"
-    )
 
 
 def _grad_sync(stage: PipelineStage, transport: Transport) -> GradSync | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,23 +18,24 @@ from taktline.plan import Plan
 from taktline.runtime import updates
 from taktline.runtime.agreement import (
     Agreement,
-    LossRelay,
     Record,
     compared,
     difference,
+    fingerprints,
     hand_over,
     inputs_of,
     located,
+    relayed,
     weigh,
 )
 from taktline.runtime.capture.captures import Captures
-from taktline.runtime.introduction import DataCheck, introduce, options_of, whole_model
+from taktline.runtime.introduction import introduce, options_of, whole_model
 from taktline.runtime.microbatch import Batch, Call, Cutter, Feed, merge_chunks
 from taktline.runtime.program import Failure, Program, bind, channels_of
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
 from taktline.runtime.stage_actions import Binding, Signatures, random_states
-from taktline.runtime.ties import Ties, TieUse
+from taktline.runtime.ties import Ties, uses_of
 from taktline.runtime.trace import TraceRecorder, run_named
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
@@ -118,7 +119,6 @@ class Runner:
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
         self._channels: list[Channel] = []
-        self._data = DataCheck(self.device)
         self._feed = Feed()
         self._known: dict[tuple[int, ...], Signatures | Program] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
@@ -286,7 +286,7 @@ class Runner:
         if isinstance(self.transport, Distributed):
             # Not on local ranks: they get the same objects, and Ctrl-C may skip calls of some.
             number = self._calls + 1
-            digests = self._data.fingerprints(number, *data)
+            digests = fingerprints(number, data)
         mine = record._replace(
             failed=error is not None,
             schedule=self._number,
@@ -319,7 +319,7 @@ class Runner:
             "shards": replicas.shards,
             "reduces": replicas.reduces,
             "in_company": bool(replicas.partners),
-            "ties": [asdict(use) for use in ties.uses],
+            "ties": [use.plain for use in ties.uses],
             "number": _numbered.get(self.transport, 0) + 1,
         }
         ranks = introduce(self.transport, mine, options, self._model, rank_of)
@@ -332,15 +332,14 @@ class Runner:
             replicas.partners.append(("rank", self.transport))
         if isinstance(self.transport, Distributed):
             self.transport.plane.in_company |= any(in_company)
-        uses = [[TieUse.from_plain(use) for use in rank["ties"]] for rank in ranks]
-        channels = ties.find_holders(uses)
+        channels = ties.find_holders([uses_of(rank["ties"]) for rank in ranks])
         if not self.all_ranks:
             channels |= set(channels_of(self.runnable.plan))
         self._channels = sorted(channels)
         self.transport.open(self._channels)
-        ties.begin(self.transport, plan.placement.rank_of)
+        ties.begin(self.transport)
         if self.transport.size > 1 and self.device.type not in _READ_AT_ONCE:
-            self.agreement.relay = LossRelay(self.transport, rank_of, self.device)
+            self.agreement.relay = partial(relayed, self.transport, rank_of, self.device)
         updates.watch()
         self._number = _numbered[self.transport] = ranks[0]["number"]
 
@@ -386,7 +385,7 @@ class Runner:
                     self.agreement.judge(error)
         watch.program, watch.doing = None, "adds up gradients of tied weights"
         if self._ties.there:
-            failure = self._ties.add_up(failure)
+            self._ties.add_up()
         watch.doing = "ends a step"
         return failure
 
@@ -456,7 +455,7 @@ class Runner:
     def restart(self, steps: int) -> None:
         """Continue over new connections after ``steps`` training steps; on every rank."""
         self._forget()
-        self._calls, self._data = 0, DataCheck(self.device)
+        self._calls = 0
         self.transport.open(self._channels)
         ended = [number for (number,) in self.transport.exchange([steps], "reconnect()")]
         if len(set(ended)) > 1:
@@ -514,8 +513,7 @@ class Runner:
         self.agreement.conclude(failure, what)
         with guarded(self.transport, what):
             self.replicas.catch_up()
-        if self._ties.there:
-            self.agreement.conclude(self._ties.add_up(None), what)
+            self._ties.add_up()
 
 
 def _autocast(device: torch.device) -> str:

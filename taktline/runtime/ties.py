@@ -11,31 +11,27 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from taktline.errors import MismatchError, TaktlineError
+from taktline.errors import MismatchError
 from taktline.meta import Sharding, TensorMeta, is_sharded, local
-from taktline.runtime.program import Failure, stage_error
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import named_parameters
 from taktline.transport import Channel, Transport
 from taktline.transport.base import Alone
-
-T = TypeVar("T")
+from taktline.transport.distributed import Distributed
 
 _PROCESS = secrets.token_hex(8)
 _HEADER = 16
 """Bytes in front of the data, nonzero if there is data; 16 for alignment."""
 
 
-@dataclass(frozen=True, slots=True)
-class TieUse:
+class TieUse(NamedTuple):
     """A tied weight in one stage."""
 
     tie: Tie
@@ -55,31 +51,33 @@ class TieUse:
                 f"stage {stage.stage_index} has no parameter {name}, which its ties name: {tie}"
             )
         shards = f" {Sharding.of(parameter).placements}" if is_sharded(parameter) else ""
-        return cls(
-            tie,
-            stage.stage_index,
-            f"{TensorMeta(tuple(parameter.shape), parameter.dtype)}{shards}",
-            # With the process number: a forked process has the same token and ids.
-            f"{_PROCESS}-{os.getpid()}-{id(parameter)}",
-        )
+        kind = f"{TensorMeta(tuple(parameter.shape), parameter.dtype)}{shards}"
+        # With the process number: a forked process has the same token and ids.
+        identity = f"{_PROCESS}-{os.getpid()}-{id(parameter)}"
+        return cls(tie, stage.stage_index, kind, identity)
 
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> TieUse:
-        """From what ``asdict`` returns."""
-        return cls(**{**plain, "tie": Tie(dict(plain["tie"]["uses"]))})
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """As JSON; :func:`uses_of` reads it."""
+        return self.tie.uses, *self[1:]
+
+
+def uses_of(plain: Iterable[Sequence[Any]]) -> list[TieUse]:
+    """The uses that a rank has sent."""
+    return [TieUse(Tie(dict(uses)), *others) for uses, *others in plain]
 
 
 def untied(uses: Sequence[TieUse]) -> str | None:
     """Why the uses of all ranks do not fit together; None if they do."""
     found = {(use.tie, use.stage): use.kind for use in uses}
     for tie in dict.fromkeys(use.tie for use in uses):
-        for stage in tie.stages:
-            if (tie, stage) not in found:
+        kinds = {stage: found.get((tie, stage)) for stage in tie.stages}
+        for stage, kind in kinds.items():
+            if kind is None:
                 return (
                     f"{tie}: these are tied, but not in the ties= of stage {stage}; pass the same "
                     "ties= to each of the stages"
                 )
-        kinds = {stage: found[tie, stage] for stage in tie.stages}
         if len(set(kinds.values())) > 1:
             listed = ", ".join(f"{kind} in stage {stage}" for stage, kind in kinds.items())
             return f"{tie}: these are tied, but differ: {listed}; tie equal weights"
@@ -97,9 +95,7 @@ class Ties:
         """Of each weight with several copies, by rank: a stage for each copy. A parameter that
         several stages share is one copy. The first rank adds up the gradients."""
         self._transport: Transport = Alone()
-        self._rank_of: Sequence[int] = ()
         self._before: dict[nn.Parameter, torch.Tensor | None] | None = None
-        self._failure: Failure | None = None
         self.there = False
         """Whether any rank is known to hold a tied weight."""
         self.accumulating = False
@@ -131,9 +127,9 @@ class Ties:
                 channels |= {Channel(owner, other, True), Channel(other, owner, True)}
         return channels
 
-    def begin(self, transport: Transport, rank_of: Sequence[int]) -> None:
-        """Give every copy of a weight the values of the first one; ``rank_of`` is by stage."""
-        self._transport, self._rank_of = transport, rank_of
+    def begin(self, transport: Transport) -> None:
+        """Give every copy of a weight the values of the first one."""
+        self._transport = transport
         with torch.no_grad():
             for tie, parameters in self._mine():
                 values = like = local(parameters[0].detach())
@@ -172,46 +168,39 @@ class Ties:
                 if now is not None:
                     gradient.add_(now)
 
-    def add_up(self, failure: Failure | None) -> Failure | None:
-        """Put the sum of all gradients of a weight into each of its copies; returns any failure.
+    def add_up(self) -> None:
+        """Put the sum of all gradients of a weight into each of its copies.
 
         Also after a failure this rank takes part in every message, so that no rank waits for it.
         """
         if self.accumulating or not self._before:
-            return failure
-        self._failure = failure
-        with torch.no_grad():
-            for tie, parameters in self._mine():
-                self._add_up(tie, parameters)
-        return self._failure
+            return
+        try:
+            with torch.no_grad():
+                for tie, parameters in self._mine():
+                    self._add_up(tie, parameters)
+        except Exception as error:
+            if isinstance(self._transport, Distributed):
+                self._transport.raised(error)  # the other ranks wait for a message
+            raise
 
     def _add_up(self, tie: Tie, parameters: Sequence[nn.Parameter]) -> None:
         like, (owner, *others) = local(parameters[0].detach()), self._holders[tie]
-        total = self._try(tie, lambda: _sum(map(_gradient, parameters)))
+        total = _sum(map(_gradient, parameters))
         if self._transport.rank == owner:
-            parts = [total, *(self._try(tie, self._receive, other, like) for other in others)]
-            total = self._try(tie, _sum, parts)
+            total = _sum([total, *(self._receive(other, like) for other in others)])
             for other in others:
-                self._try(tie, self._send, other, like, total)
+                self._send(other, like, total)
         else:
-            self._try(tie, self._send, owner, like, total)
-            total = self._try(tie, self._receive, owner, like)
-        if total is not None:
-            self._try(tie, _give, total, parameters)
-
-    def _try(self, tie: Tie, run: Callable[..., T], *arguments: Any) -> T | None:
-        """The result; an error becomes the failure of this rank, unless there is one."""
-        try:
-            return run(*arguments)
-        except Exception as raised:
-            if isinstance(raised, TaktlineError):  # such as a rank that is lost
-                error = raised
-            else:
-                stage = self._holders[tie][self._transport.rank][0]
-                action = f"gradients of the tied weight {tie.name_in(stage)}"
-                error = stage_error(raised, self._rank_of[stage], stage, None, action)
-            self._failure = self._failure or Failure(error)
-            return None
+            self._send(owner, like, total)
+            total = self._receive(owner, like)
+        if total is None:
+            return
+        for parameter in parameters:
+            gradient = total.clone()
+            if is_sharded(parameter):
+                gradient = Sharding.of(parameter).assemble(gradient, parameter.device_mesh)
+            parameter.grad = gradient
 
     def _mine(self) -> Iterator[tuple[Tie, list[nn.Parameter]]]:
         """Each tied weight with the copies on this rank."""
@@ -245,15 +234,6 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     if is_sharded(parameter) and is_sharded(gradient):
         return local(gradient.redistribute(placements=parameter.placements))
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _give(total: torch.Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Put a sum into each copy of a weight."""
-    for parameter in parameters:
-        gradient = total.clone()
-        if is_sharded(parameter):
-            gradient = Sharding.of(parameter).assemble(gradient, parameter.device_mesh)
-        parameter.grad = gradient
 
 
 def _sum(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:

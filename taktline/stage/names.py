@@ -45,14 +45,15 @@ def named_modules(module: nn.Module) -> dict[str, nn.Module]:
     return {path.removesuffix("."): inner for path, inner in _walk(module, "")}
 
 
-def named_buffers(module: nn.Module, *, persistent: bool = False) -> dict[str, torch.Tensor]:
-    """All buffers by their names in the user's model, or only those of a state dict."""
-    return {
+def named_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters, and the buffers of a state dict, by their names in the user's model."""
+    buffers = {
         f"{path}{name}": buffer
         for path, inner in _walk(module, "")
         for name, buffer in inner._buffers.items()
-        if buffer is not None and not (persistent and name in inner._non_persistent_buffers_set)
+        if buffer is not None and name not in inner._non_persistent_buffers_set
     }
+    return {**named_parameters(module), **buffers}
 
 
 def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -160,9 +161,9 @@ Entry: TypeAlias = tuple[str, str, str]
 """A topic, a name, and what is said of it."""
 Blueprint: TypeAlias = tuple[Entry, ...]
 
-OPTION, PLACE, CUTS = "option", "place", "cuts"
-"""Topics: what was passed, in which stages a tensor is, where new stages begin."""
-TOPICS = (OPTION, "parameter", "buffer", "tied weight", PLACE, CUTS, "module")
+OPTION, CUTS = "option", "cuts"
+"""Topics: what was passed, where new stages begin."""
+TOPICS = (OPTION, "parameter", "buffer", "tied weight", CUTS, "module")
 """All topics, in the order in which differences are looked for."""
 _MARK = "_taktline_blueprint"
 
@@ -170,31 +171,27 @@ _MARK = "_taktline_blueprint"
 def blueprint(
     stages: Mapping[int, nn.Module], cuts: Iterable[str] = (), model: nn.Module | None = None
 ) -> Blueprint:
-    """Names, shapes and types of the tensors of stages, ties, places, and kinds of modules.
+    """Names, types and stages of the tensors of stages, ties, cuts, and kinds of modules.
 
     ``cuts`` are the names at which a ``model`` was cut into them, if it was.
 
     >>> for topic, name, text in blueprint({0: nn.Linear(4, 2, bias=False)}):
     ...     print(f"{topic} {name}: {text}")
-    parameter weight: float32[2, 4], trained
-    place weight: stage 0
+    parameter weight: float32[2, 4], trained, in stage 0
     module of stage 0: Linear(in_features=4, out_features=2, bias=False)
     """
     held = [
         (stage, name, tensor)
         for stage, module in stages.items()
-        for named in (named_parameters(module), named_buffers(module, persistent=True))
-        for name, tensor in named.items()
+        for name, tensor in named_state(module).items()
     ]
     different = {(name, id(tensor)) for _, name, tensor in held}
     prefixed = len(different) > len({name for name, _ in different})
-    tensors: dict[str, torch.Tensor] = {}
-    places: dict[str, list[str]] = {}
+    tensors: dict[str, tuple[torch.Tensor, list[str]]] = {}
     alike: dict[int, dict[str, None]] = {}
     for stage, name, tensor in held:
         full = f"{name} of stage {stage}" if prefixed else name
-        tensors[full] = tensor
-        places.setdefault(full, []).append(str(stage))
+        tensors.setdefault(full, (tensor, []))[1].append(str(stage))
         alike.setdefault(id(tensor), {})[full] = None
     ties = [list(names) for names in alike.values() if len(names) > 1]
     # Stages of one model have all its modules, without data for those of other stages.
@@ -205,21 +202,22 @@ def blueprint(
         for name, inner in named_modules(module).items()
     }
     return (
-        *(_tensor(name, tensor) for name, tensor in tensors.items()),
+        *(_tensor(name, *each) for name, each in tensors.items()),
         *(("tied weight", names[0], " = ".join(names)) for names in ties),
-        *((PLACE, name, f"stage {', '.join(found)}") for name, found in places.items()),
         *((CUTS, "", text) for text in [", ".join(cuts)] if text),
         *(("module", name, _kind(inner)) for name, inner in named.items()),
     )
 
 
-def _tensor(name: str, tensor: torch.Tensor) -> Entry:
+def _tensor(name: str, tensor: torch.Tensor, stages: Sequence[str]) -> Entry:
     kind = "of any shape"  # a lazy layer finds it in its first forward
     if not nn.parameter.is_lazy(tensor):
         kind = f"{tensor.dtype}{[*tensor.shape]}".removeprefix("torch.")
+    there = f"in stage {', '.join(stages)}"
     if not isinstance(tensor, nn.Parameter):
-        return "buffer", name, kind
-    return "parameter", name, f"{kind}, {'trained' if tensor.requires_grad else 'frozen'}"
+        return "buffer", name, f"{kind}, {there}"
+    trained = "trained" if tensor.requires_grad else "frozen"
+    return "parameter", name, f"{kind}, {trained}, {there}"
 
 
 def _kind(module: nn.Module) -> str:

@@ -14,9 +14,10 @@ import torch
 import taktline as tl
 from taktline.checkpoint import pretrained
 from taktline.checkpoint.files import TensorFile, write
-from taktline.checkpoint.model_state import ModelState, state_of
+from taktline.checkpoint.model_state import ModelState
 from taktline.checkpoint.pretrained import PretrainedFiles, conversions_of
 from taktline.errors import CheckpointError, PartitionError, StateError
+from taktline.stage.names import named_state
 from tests.checkpoint.test_folder import full_disk
 from tests.checkpoint.training import mesh_of
 from tests.workers import Workers
@@ -179,8 +180,8 @@ def test_files_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     model: Any = find(name).make()
     model.save_pretrained(tmp_path / "theirs")
     read = PretrainedFiles(tmp_path / "theirs", model)
-    tied = {id(value): read[each] for each, value in state_of(model).items() if each in read}
-    for each, value in state_of(model).items():
+    tied = {id(value): read[each] for each, value in named_state(model).items() if each in read}
+    for each, value in named_state(model).items():
         assert torch.equal(tied[id(value)], value), each
     state = ModelState({0: model}, list(model.state_dict()), conversions=conversions_of(model))
     pretrained.save_pretrained(state, tmp_path / "mine", 20_000)

@@ -136,9 +136,9 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
     [
         (
             {"schedule": [1, 2, 0], "call": [1, 4, 2]},
-            "the ranks step different schedules, counted by their first steps: number 1 on rank "
-            "0; number 2 on rank 1; a new one on rank 2; step the same schedules in the same "
-            "order on every rank",
+            "the ranks step different schedules, by the order of their first steps (0: a new one): "
+            "1 on rank 0; 2 on rank 1; 0 on rank 2; step the same schedules in the same order on "
+            "every rank",
         ),
         (
             {"arguments": [0, 11 << 56, 12 << 56]},

@@ -238,8 +238,8 @@ CASES: dict[str, tuple[Main, type[Exception], str]] = {
     "steps of two schedules": (
         steps_of_two_schedules,
         tl.MismatchError,
-        "the ranks step different schedules, counted by their first steps: number 1 on rank 0; "
-        "number 2 on rank 1; step the same schedules in the same order on every rank",
+        "the ranks step different schedules, by the order of their first steps (0: a new one): 1 "
+        "on rank 0; 2 on rank 1; step the same schedules in the same order on every rank",
     ),
     "numbers of steps": (
         other_steps,
@@ -438,7 +438,7 @@ def test_a_call_that_one_rank_alone_has_made(workers: Workers) -> None:
     assert_all(
         workers.outcomes(a_call_too_many),
         tl.MismatchError,
-        "the ranks are in different calls of step() and eval(): number 1 on rank 0; number 2 on "
+        "the ranks are in different calls of step() and eval(): 1 on rank 0; 2 on "
         "rank 1; a rank has left one out, or made one more. Make the same calls on every rank",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -134,33 +135,31 @@ STEP: dict[str, dict[str, int]] = {
 """The collectives of a step for each stage; nested, two layers hold all parameters."""
 
 
-def run_counted(rank: int, group: dist.ProcessGroup, case: Case) -> list[dict[str, int]]:
-    """The collectives of an eval, a step, two steps in a block, and the end of that block."""
-    mine, counts = Rank(group, case), []
-
-    def count(*calls: str) -> None:
-        with Log() as log:
-            for call in calls:
-                mine.call(call)
-        counts.append(log.counts())
-
-    count("eval")
-    count("step")
-    with Log() as log, mine.schedule.accumulate():
-        count("step", "eval", "step")
-        log.events.clear()
-    counts.append(log.counts())
-    return counts
+def run_counted(rank: int, group: dist.ProcessGroup, case: Case, nested: bool) -> Any:
+    """The collectives of an eval, a step, two steps in a block, and its end; and all gradients."""
+    mine, logs = Rank(group, case), [Log() for _ in range(4)]
+    with logs[0]:
+        mine.call("eval")
+    with logs[1]:
+        mine.call("step", 0)
+    with logs[3], mine.schedule.accumulate():
+        with logs[2]:
+            mine.call("step", 1)
+            mine.call("eval")
+            with mine.schedule.accumulate() if nested else nullcontext():
+                mine.call("step", 2)
+        logs[3].events.clear()
+    return [log.counts() for log in logs], mine.gradients()
 
 
 @pytest.mark.processes
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrapper", STEP)
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "ScheduleInterleavedZeroBubble"])
 def test_gradients_are_reduced_once_a_step_or_once_a_block(
     workers: Workers, schedule: str, wrapper: str
 ) -> None:
-    case = Case(schedule, WRAPPERS[wrapper])
+    case = Case(schedule, WRAPPERS[wrapper], ("step", "step", "step"))
     gathered = {name: n for name, n in STEP[wrapper].items() if name == "all_gather"}
     reduced = {name: n for name, n in STEP[wrapper].items() if name != "all_gather"}
     here = case.stages // 2
@@ -168,38 +167,13 @@ def test_gradients_are_reduced_once_a_step_or_once_a_block(
     def times(factor: int, counts: dict[str, int]) -> dict[str, int]:
         return {name: factor * n for name, n in counts.items()}
 
-    for evaluated, step, inside, end in workers.run(run_counted, case, ranks=4):
+    results = workers.run(run_counted, case, wrapper == "fsdp", ranks=4)
+    for (evaluated, step, inside, end), _ in results:
         assert evaluated == times(here, gathered)
         assert step == times(here, STEP[wrapper])
         assert inside == times(3 * here, gathered)
         assert end == times(here, reduced)
-
-
-def run_accumulated(
-    rank: int, group: dist.ProcessGroup, case: Case, nested: bool
-) -> dict[str, Tensor]:
-    mine = Rank(group, case)
-    mine.call("step", 0)
-    with mine.schedule.accumulate():
-        mine.call("step", 1)
-        if nested:
-            with mine.schedule.accumulate():
-                mine.call("step", 2)
-        else:
-            mine.call("step", 2)
-    return mine.gradients()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("wrapper", "nested"), [*((name, False) for name in WRAPPERS), ("fsdp", True)]
-)
-def test_a_block_gives_the_gradients_of_its_steps(
-    workers: Workers, wrapper: str, nested: bool
-) -> None:
-    case = Case("ScheduleZBVZeroBubble", WRAPPERS[wrapper], ("step", "step", "step"))
-    found = workers.run(run_accumulated, case, nested, ranks=4)
-    assert_gradients(found, run_plain(case)[0], case)
+    assert_gradients([found for _, found in results], run_plain(case)[0], case)
 
 
 def run_interrupted(rank: int, group: dist.ProcessGroup, case: Case) -> Any:

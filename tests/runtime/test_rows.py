@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +17,7 @@ import taktline as tl
 from taktline.errors import BatchError
 from taktline.runtime.microbatch import Replicate
 from tests.runtime.scenarios import CPU
-from tests.runtime.test_errors import Outcomes, make
-from tests.runtime.test_errors import outcomes as outcomes
+from tests.runtime.test_errors import make
 
 DIM = 4
 SIZES = [(32, 5), (17, 16), (6, 8), (1, 4), (16, 4)]
@@ -116,55 +116,32 @@ def test_weights_override_rows(rows: int) -> None:
         torch.testing.assert_close(loss, alone)
 
 
-@pytest.mark.parametrize("rows", [7, 8, 3])
-def test_a_target_with_several_entries_a_row_is_cut_where_the_batch_is(rows: int) -> None:
-    tokens, seen = 3, []
-
-    def flat_loss(output: Tensor, target: Tensor) -> Tensor:
-        seen.append(target.tolist())
-        return F.mse_loss(output[..., 0].flatten(), target)
-
-    pipe = linear(loss_fn=flat_loss)
-    x = torch.randn(rows, tokens, DIM, dtype=torch.float64)
-    target = torch.arange(rows * tokens, dtype=torch.float64)
-    loss = pipe.step(x, target=target)
-    cut = target.view(rows, tokens).tensor_split(min(rows, 4))
-    assert seen == [part.flatten().tolist() for part in cut]
-    torch.testing.assert_close(loss, F.mse_loss(pipe.eval(x)[..., 0].flatten(), target))
+def whole_rows(target: Tensor, rows: int) -> list[Tensor]:
+    """Cut where the batch is."""
+    return [part.flatten() for part in target.view(rows, -1).tensor_split(min(rows, 4))]
 
 
-def half_a_target(rank: int, group: Any) -> list[float]:
-    """A target with a row for two of the batch's, by consent."""
-    losses: list[Tensor] = []
-    plan = tl.build("1f1b", ranks=2, microbatches=2)
-    ways = {"target_chunk_spec": tl.TensorChunkSpec(0)}
-    schedule = make(rank, group, plan=plan, loss_fn=pairwise_loss, ways=ways)
-    schedule.step(torch.ones(8, DIM), target=torch.ones(4, DIM), losses=losses, share_losses=True)
-    return [loss.item() for loss in losses]
-
-
-def pairwise_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output.unflatten(0, (-1, 2)).mean(1), target)
-
-
-def test_a_target_with_half_the_rows(outcomes: Outcomes) -> None:
-    first, last = outcomes(half_a_target)
-    assert first == last
-    assert len(first) == 2
-
-
-def test_a_target_for_all() -> None:
-    plan = tl.build("gpipe", ranks=1, microbatches=4)
-    stage = tl.PipelineStage(nn.Linear(DIM, DIM), 0, 1, CPU)
+@pytest.mark.parametrize(
+    ("rows", "entries", "spec", "cut"),
+    [
+        *((rows, 3 * rows, None, whole_rows) for rows in (7, 8, 3)),
+        (8, 4, tl.TensorChunkSpec(0), lambda target, _: target.tensor_split(4)),  # by consent
+        (8, 5, Replicate(), lambda target, _: [target] * 4),
+    ],
+)
+def test_targets_with_other_rows_than_the_batch(
+    rows: int, entries: int, spec: Any, cut: Callable[[Tensor, int], list[Tensor]]
+) -> None:
     seen = []
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        seen.append(target.shape)
-        return F.mse_loss(output, target.expand_as(output))
+        seen.append(target.tolist())
+        return output.square().mean() + target.sum()
 
-    schedule = tl.ScheduleFromPlan([stage], plan, loss_fn, target_chunk_spec=Replicate())
-    schedule.step(torch.ones(8, DIM), target=torch.ones(DIM))
-    assert seen == [(DIM,)] * 4
+    pipe = linear(loss_fn=loss_fn, target_chunk_spec=spec)
+    target = torch.arange(float(entries))
+    pipe.step(torch.randn(rows, DIM, dtype=torch.float64), target=target)
+    assert seen == [part.tolist() for part in cut(target, rows)]
 
 
 def test_an_empty_batch() -> None:

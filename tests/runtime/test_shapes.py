@@ -127,9 +127,9 @@ def test_calls_with_different_values_look_different() -> None:
     assert looks(x, math.nan) == looks(x, math.nan)
     for one, other in combinations(VALUES, 2):
         signature = Signature.of([x, one])
-        assert signature.describes([x, one])
-        assert not signature.describes([x, other])
-    assert Signature.of([math.nan]).describes([math.nan])
+        assert not signature.difference([x, one])
+        assert signature.difference([x, other])
+    assert not Signature.of([math.nan]).difference([math.nan])
 
 
 def test_texts_are_kept_apart() -> None:

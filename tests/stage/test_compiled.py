@@ -169,33 +169,21 @@ class Alike(nn.Module):
         return self.alike(self, x)
 
 
-@pytest.mark.parametrize(
-    "forward",
-    [
-        lambda self, x: x @ self.one + self.left,
-        lambda self, x: x @ (self.one + self.other),
-        lambda self, x: x @ self.one + (self.left + self.right),
-        lambda self, x: x + self.left + torch.ones(3, 4) @ self.one,
-        lambda self, x: x @ (self.one + torch.cat([self.left, self.right[:1]])),
-        lambda self, x: x @ (self.one + torch.stack([self.other, self.other])[0]),
-        lambda self, x: x @ self.one + x @ self.other.sum(1, keepdim=True),
-        lambda self, x: x @ (self.one + self.other.t()),
-    ],
-    ids=[
-        "of the output",
-        "in a sum",
-        "not of products",
-        "of the input",
-        "in part",
-        "chosen",
-        "expanded",
-        "turned",
-    ],
-)
-def test_weights_with_the_same_gradient_do_not_share_it(
-    forward: Callable[[Any, Tensor], Tensor],
-) -> None:
-    module = Alike(forward)
+SAME_GRADIENT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "of the output": lambda self, x: x @ self.one + self.left,
+    "in a sum": lambda self, x: x @ (self.one + self.other),
+    "not of products": lambda self, x: x @ self.one + (self.left + self.right),
+    "of the input": lambda self, x: x + self.left + torch.ones(3, 4) @ self.one,
+    "in part": lambda self, x: x @ (self.one + torch.cat([self.left, self.right[:1]])),
+    "chosen": lambda self, x: x @ (self.one + torch.stack([self.other, self.other])[0]),
+    "expanded": lambda self, x: x @ self.one + x @ self.other.sum(1, keepdim=True),
+    "turned": lambda self, x: x @ (self.one + self.other.t()),
+}
+
+
+@pytest.mark.parametrize("name", SAME_GRADIENT)
+def test_weights_with_the_same_gradient_do_not_share_it(name: str) -> None:
+    module = Alike(SAME_GRADIENT[name])
     assert_alike(module, torch.randn(4, 3, 4).unbind())
     assert all(p.grad.is_contiguous() for p in module.parameters() if p.grad is not None)
 

@@ -90,13 +90,6 @@ def test_a_stage_outside_of_the_pipeline_is_refused(index: int) -> None:
     assert str(caught.value) == f"stage_index must be a whole number from 0 to 1, not {index}"
 
 
-@pytest.mark.parametrize(("index", "count"), [(0, 1), (0, 3), (1, 3), (2, 3)])
-def test_a_stage_says_what_it_is(index: int, count: int) -> None:
-    stage = stage_of(nn.Linear(4, 4), index, count)
-    assert (stage.is_first, stage.is_last) == (index == 0, index == count - 1)
-    assert repr(stage) == f"PipelineStage({index} of {count}, Linear, 20 parameters, cpu)"
-
-
 def test_examples_are_kept_as_signatures() -> None:
     x = torch.zeros(2, 4)
     stage = PipelineStage(nn.ReLU(), 0, 2, CPU, input_args=x, output_args=(x, x.long()))

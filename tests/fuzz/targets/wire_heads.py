@@ -68,7 +68,7 @@ def try_(input: tuple[str, bytes]) -> None:
         buffer.view(torch.uint8).view(-1)[: len(came)] = torch.tensor(list(came), dtype=torch.uint8)
         return _Done()
 
-    incoming = ports.FirstIncoming(post, _STAGE, ports.Queue())
+    incoming = ports.Incoming(post, _STAGE, ports.Queue())
     incoming.post(0)
     with suppress(ports.PeerFailed):
         incoming.take(0)
