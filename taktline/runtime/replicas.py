@@ -14,7 +14,7 @@ from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Transport, transport_of
 from taktline.transport.distributed import Distributed
-from taktline.transport.exchange import retold, share_error, share_texts
+from taktline.transport.exchange import retold, share_error, share_values
 from taktline.transport.local import LocalTransport
 
 
@@ -123,7 +123,8 @@ def _agreed(
         return share_error(others, error)
     if len({call for _, call in rows}) == 1:
         return None
-    calls = "; ".join(f"{call} in {noun} {n}" for n, call in enumerate(share_texts(others, what)))
+    said = share_values(others, what, str, "calls of other pipelines", what="the call")
+    calls = "; ".join(f"{call} in {noun} {n}" for n, call in enumerate(said))
     return MismatchError(
         f"the ranks disagree on the call: {calls}; make the same calls in the same order on each"
     )
