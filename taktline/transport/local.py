@@ -70,17 +70,15 @@ def refuse_inside() -> None:
         raise TransportError(f"rank {here.rank} is a local rank and cannot run local ranks itself")
 
 
-class Random:
+def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The state that the generators of random numbers have now."""
+    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_cuda
 
-    def __init__(self) -> None:
-        self._on_cpu = torch.get_rng_state()
-        self._on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        torch.set_rng_state(self._on_cpu)
-        torch.cuda.set_rng_state_all(self._on_cuda)
+def _set_random(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    torch.set_rng_state(state[0])
+    torch.cuda.set_rng_state_all(state[1])
 
 
 class LocalTransport(Transport):
@@ -91,7 +89,7 @@ class LocalTransport(Transport):
     """
 
     def __init__(self, world: _World, rank: int, size: int) -> None:
-        self.rank, self.size, self.random = rank, size, Random()
+        self.rank, self.size, self._random = rank, size, _random_state()
         self._world = world
         self._opened: set[Channel] = set()
         self._turn = threading.Lock()
@@ -149,10 +147,10 @@ class LocalTransport(Transport):
         self._check_turn()
         if awaited.done:
             return
-        self._awaited, self.random = awaited, Random()
+        self._awaited, self._random = awaited, _random_state()
         self._world.pass_on(self.rank)
         self._turn.acquire()
-        self.random.restore()
+        _set_random(self._random)
         self._awaited, deadlock, self._deadlock = None, self._deadlock, None
         self._check_turn()
         if deadlock is not None:
@@ -174,7 +172,7 @@ class LocalTransport(Transport):
             torch.set_num_threads(threads)
         self._turn.acquire()
         self._awaited, world, _thread.transport = None, self._world, self
-        self.random.restore()
+        _set_random(self._random)
         try:
             self._check_turn()
             results[self.rank] = fn(self.rank)
@@ -221,7 +219,7 @@ class _World:
                 self.caller._turn.acquire()
             except BaseException as error:
                 self.interrupts.append(error)
-        self.caller.random.restore()
+        _set_random(self.caller._random)
         # The ranks hold each other for a while; nobody's tensors should stay as long.
         for messages in self.posted.values():
             messages.clear()
