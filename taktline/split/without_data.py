@@ -240,7 +240,7 @@ _with_data = private("torch._subclasses.fake_tensor.unset_fake_temporarily", _WH
 _DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", _WHAT)
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Those of operators that look at data, to return a number or a tensor of a size."""
-_INDEXING = ("index", "index_put", "index_put_")
+_INDEXING, _MASKS = ("index", "index_put", "index_put_"), (torch.bool, torch.uint8)
 
 
 def true_entries(mask: torch.Tensor) -> int:
@@ -364,7 +364,9 @@ class Operations(_DispatchMode):
         self._begin(number=None if with_data else number)
         with nullcontext() if with_data else self.fake, self:
             output = func(*args, **kwargs)
-        if not with_data:
+        if with_data:
+            self.writes &= set(map(self.memory, given))  # not what it has made itself
+        else:
             self._written |= self.writes
         return output
 
@@ -404,7 +406,7 @@ class Operations(_DispatchMode):
                 self._uses(tensor)
         self._note_writes(func, args, kwargs)
         if self._uses is None and self._number is None:
-            has_masks = any(each.dtype is torch.bool for each in _tensors_of(args[1:2]))
+            has_masks = any(each.dtype in _MASKS for each in _tensors_of(args[1:2]))
             looks = not _TAGS.isdisjoint(getattr(func, "tags", ()))
             self.has_read |= looks and (has_masks or name not in _INDEXING)
             return func(*args, **kwargs)
@@ -440,7 +442,7 @@ class Operations(_DispatchMode):
         """Indices, with masks that have data as places; how many these are is read."""
         found: list[Any] = []
         for each in indices:
-            if each is not None and each.dtype is torch.bool and self.have_data([each]):
+            if each is not None and each.dtype in _MASKS and self.have_data([each]):
                 self._read(each, true_entries)
                 with _with_data():
                     found += each.nonzero().unbind(1)
