@@ -275,9 +275,8 @@ class Recorder(TorchFunctionMode):
                 "draws with a generator of its own, of which each stage would have another copy; "
                 "leave out generator=, or draw in a submodule that one stage runs"
             )
-        had_data, draws = self.operations.have_data(given), False
         try:
-            if name in _READS and not had_data:
+            if name in _READS and not self.operations.have_data(given):
                 raise NeedsData(func)
             output = self.operations.run(func, (args, kwargs), given, self._number)
         except (NeedsData, NeedsSizes) as error:
@@ -294,8 +293,8 @@ class Recorder(TorchFunctionMode):
                 self._note_read(func, (args, kwargs), output)
             return output
         step = self._add_step("call", func, (args, kwargs))
-        draws = not torch.equal(self.random_state, torch.get_rng_state())
-        step.draws = draws or name in _EFFECTS
+        has_drawn = not torch.equal(self.random_state, torch.get_rng_state())
+        step.draws = has_drawn or name in _EFFECTS
         if name in _STATISTICS:
             writes |= {state.memory for state in step.states if not state.is_parameter}
         self._note_writes(step, given, writes)

@@ -1,4 +1,4 @@
-"""A copy of a model without data, in which a forward can be recorded.
+"""A copy of a model without data, in which a forward can be recorded, and what runs its operators.
 
 ::
 
@@ -278,7 +278,7 @@ class Operations(_DispatchMode):
         counter: Callable[[], Any],
     ) -> None:
         super().__init__()
-        self.fake = _FakeMode(allow_non_fake_inputs=True)
+        self.fake_mode = _FakeMode(allow_non_fake_inputs=True)
         self.device, self.computes_in, self.made_up = device, computes_in, made_up
         self.counter = counter
         self._held: dict[int, Any] = {}
@@ -327,7 +327,7 @@ class Operations(_DispatchMode):
         if has_data([tensor]) and not isinstance(tensor, nn.Parameter):
             made = tensor.detach().to(device or self.device, copy=True)
             return made.requires_grad_(tensor.requires_grad)
-        with self.fake:
+        with self.fake_mode:
             return self._cast(_empty(tensor, self.device))
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -344,7 +344,7 @@ class Operations(_DispatchMode):
             return tensor
         if id(tensor) not in self._fakes:
             with _with_data():
-                fake = self.fake.from_tensor(tensor.detach())
+                fake = self.fake_mode.from_tensor(tensor.detach())
             self._fakes[id(tensor)] = fake, tensor
             self._same[self.memory(fake)] = self.memory(tensor)
         return self._fakes[id(tensor)][0]
@@ -362,7 +362,7 @@ class Operations(_DispatchMode):
         """
         (args, kwargs), with_data = call, self.have_data(given)
         self._begin(number=None if with_data else number)
-        with nullcontext() if with_data else self.fake, self:
+        with nullcontext() if with_data else self.fake_mode, self:
             output = func(*args, **kwargs)
         if with_data:
             self.writes &= set(map(self.memory, given))  # not what it has made itself
@@ -381,11 +381,11 @@ class Operations(_DispatchMode):
         for tensor in all_tensors(given):
             self.as_fake(tensor)  # outside of the counter
         if self.computes_in is not None:
-            with self.fake:
+            with self.fake_mode:
                 given = pytree.tree_map_only(torch.Tensor, self._cast, given)
         args, kwargs = given
         try:
-            with self.fake, self.counter() as counter, self:
+            with self.fake_mode, self.counter() as counter, self:
                 output = call(*args, **kwargs)
         except Exception as error:
             if isinstance(error, PartitionError) or not self.has_made_up:
@@ -463,7 +463,7 @@ class Operations(_DispatchMode):
         self.has_made_up = True
         if output is True:  # such as "any is infinite", "this is none of them"
             return number == 0
-        return pytree.tree_map_only(torch.Tensor, self.fake.from_tensor, output)
+        return pytree.tree_map_only(torch.Tensor, self.fake_mode.from_tensor, output)
 
 
 def _tensors_of(given: Any) -> Iterator[torch.Tensor]:
