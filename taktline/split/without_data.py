@@ -328,7 +328,8 @@ class Operations(_DispatchMode):
             made = tensor.detach().to(device or self.device, copy=True)
             return made.requires_grad_(tensor.requires_grad)
         with self.fake_mode:
-            return self._cast(_empty(tensor, self.device))
+            made = _empty(tensor, self.device)
+            return self._cast(made) if isinstance(tensor, nn.Parameter) else made
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in the type in which FSDP computes."""
