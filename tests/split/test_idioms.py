@@ -396,13 +396,6 @@ def returned(self: Any, x: Tensor) -> Tensor:
     return x * mask
 
 
-def only_keywords(self: Any, x: Tensor, *, factor: float, other: Tensor | None = None) -> Tensor:
-    x = self.blocks[0](self.embed(x) * factor)
-    if other is not None:
-        x = x + other
-    return self.blocks[2](self.blocks[1](x))
-
-
 def pair(kind: Any) -> Callable[[], nn.Module]:
     return lambda: kind(4, 4)
 
