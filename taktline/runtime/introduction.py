@@ -17,7 +17,7 @@ from taktline.plan import Plan
 from taktline.runtime.agreement import digest_of, located
 from taktline.runtime.ties import untied, uses_of
 from taktline.stage import PipelineStage
-from taktline.stage.names import OPTION, TOPICS, Blueprint, attached, blueprint
+from taktline.stage.names import OPTION, PLACE, TOPICS, Blueprint, attached, blueprint
 from taktline.transport import Transport
 from taktline.transport.exchange import share_error, share_values
 
@@ -132,6 +132,9 @@ def _worded(first: str, second: str, one: Mapping[Any, str], two: Mapping[Any, s
         text, text2 = one.get((topic, name)), two.get((topic, name))
         if text == text2:
             continue
+        if topic == PLACE:
+            places = text or "no stage", text2 or "no stage"
+            return f"{name} is in {places[0]} on {first}, but in {places[1]} on {second}"
         if text is None or text2 is None:
             lacks, has = (first, second) if text is None else (second, first)
             return f"{lacks} has no {topic} {name}, which is {text or text2} on {has}"

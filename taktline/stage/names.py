@@ -161,9 +161,9 @@ Entry: TypeAlias = tuple[str, str, str]
 """A topic, a name, and what is said of it."""
 Blueprint: TypeAlias = tuple[Entry, ...]
 
-OPTION, CUTS = "option", "cuts"
-"""Topics: what was passed, where new stages begin."""
-TOPICS = (OPTION, "parameter", "buffer", "tied weight", CUTS, "module")
+OPTION, PLACE, CUTS = "option", "place", "cuts"
+"""Topics: what was passed, in which stages a tensor is, where new stages begin."""
+TOPICS = (OPTION, "parameter", "buffer", "tied weight", PLACE, CUTS, "module")
 """All topics, in the order in which differences are looked for."""
 _MARK = "_taktline_blueprint"
 
@@ -171,13 +171,14 @@ _MARK = "_taktline_blueprint"
 def blueprint(
     stages: Mapping[int, nn.Module], cuts: Iterable[str] = (), model: nn.Module | None = None
 ) -> Blueprint:
-    """Names, types and stages of the tensors of stages, ties, cuts, and kinds of modules.
+    """Names, shapes and types of the tensors of stages, ties, places, and kinds of modules.
 
     ``cuts`` are the names at which a ``model`` was cut into them, if it was.
 
     >>> for topic, name, text in blueprint({0: nn.Linear(4, 2, bias=False)}):
     ...     print(f"{topic} {name}: {text}")
-    parameter weight: float32[2, 4], trained, in stage 0
+    parameter weight: float32[2, 4], trained
+    place weight: stage 0
     module of stage 0: Linear(in_features=4, out_features=2, bias=False)
     """
     held = [
@@ -187,11 +188,13 @@ def blueprint(
     ]
     different = {(name, id(tensor)) for _, name, tensor in held}
     prefixed = len(different) > len({name for name, _ in different})
-    tensors: dict[str, tuple[torch.Tensor, list[str]]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    places: dict[str, list[str]] = {}
     alike: dict[int, dict[str, None]] = {}
     for stage, name, tensor in held:
         full = f"{name} of stage {stage}" if prefixed else name
-        tensors.setdefault(full, (tensor, []))[1].append(str(stage))
+        tensors[full] = tensor
+        places.setdefault(full, []).append(str(stage))
         alike.setdefault(id(tensor), {})[full] = None
     ties = [list(names) for names in alike.values() if len(names) > 1]
     # Stages of one model have all its modules, without data for those of other stages.
@@ -202,22 +205,21 @@ def blueprint(
         for name, inner in named_modules(module).items()
     }
     return (
-        *(_tensor(name, *each) for name, each in tensors.items()),
+        *(_tensor(name, tensor) for name, tensor in tensors.items()),
         *(("tied weight", names[0], " = ".join(names)) for names in ties),
+        *((PLACE, name, f"stage {', '.join(found)}") for name, found in places.items()),
         *((CUTS, "", text) for text in [", ".join(cuts)] if text),
         *(("module", name, _kind(inner)) for name, inner in named.items()),
     )
 
 
-def _tensor(name: str, tensor: torch.Tensor, stages: Sequence[str]) -> Entry:
+def _tensor(name: str, tensor: torch.Tensor) -> Entry:
     kind = "of any shape"  # a lazy layer finds it in its first forward
     if not nn.parameter.is_lazy(tensor):
         kind = f"{tensor.dtype}{[*tensor.shape]}".removeprefix("torch.")
-    there = f"in stage {', '.join(stages)}"
     if not isinstance(tensor, nn.Parameter):
-        return "buffer", name, f"{kind}, {there}"
-    trained = "trained" if tensor.requires_grad else "frozen"
-    return "parameter", name, f"{kind}, {trained}, {there}"
+        return "buffer", name, kind
+    return "parameter", name, f"{kind}, {'trained' if tensor.requires_grad else 'frozen'}"
 
 
 def _kind(module: nn.Module) -> str:
