@@ -191,14 +191,15 @@ class Search:
                 share = (place + turn / self.rounds) / (len(starts) + _AGAIN)
                 return self._ends(_LISTED + (1 - _LISTED) * share)
 
-            if self.rounds and self.orders and not stop(0):
-                first = place < len(starts)
-                _, order = starts[place] if first else self.orders[0]
-                heat = (0.15 if first else 0.3) * self.work.period
-                rounds, random = self.rounds, self.random
-                self._keep(
-                    improve(self.work, order, by_span, random, rounds=rounds, heat=heat, stop=stop)
-                )
+            if not self.rounds or not self.orders or stop(0):
+                return
+            first = place < len(starts)
+            _, order = starts[place] if first else self.orders[0]
+            heat = (0.15 if first else 0.3) * self.work.period
+            rounds, random = self.rounds, self.random
+            self._keep(
+                improve(self.work, order, by_span, random, rounds=rounds, heat=heat, stop=stop)
+            )
 
     def _solved(self) -> None:
         """What the solver makes of the best."""
