@@ -33,7 +33,11 @@ def fitting(work: Work, costs: Costs, *, slow: bool = True) -> Iterator[Plan]:
     """The plans of all known schedules with this placement that fit into the memory."""
     placement, limits = work.placement, np.array(work.memory) * (1 + MARGIN)
     per_rank = max(1, placement.stages // placement.ranks)
-    few = min(work.microbatches, 2 * placement.ranks)
+    few = 2 * placement.ranks
+
+    def fits(plan: Plan) -> bool:
+        return bool((peak_memory(plan, costs) <= limits).all())
+
     for name in names():
         known = find(name)
         if name in (() if slow else _SLOW):
@@ -42,11 +46,11 @@ def fitting(work: Work, costs: Costs, *, slow: bool = True) -> Iterator[Plan]:
             continue
         if known.place(placement.ranks, per_rank) != placement:
             continue
-        for microbatches in sorted({few, work.microbatches}):  # what few need, more need, too
-            plan = known.build(placement.ranks, microbatches, per_rank)
-            if (peak_memory(plan, costs) > limits).any():
-                break
-        else:
+        # What few micro-batches need, more need, too.
+        if few < work.microbatches and not fits(known.build(placement.ranks, few, per_rank)):
+            continue
+        plan = known.build(placement.ranks, work.microbatches, per_rank)
+        if fits(plan):
             yield plan
 
 
