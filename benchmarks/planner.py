@@ -1,9 +1,10 @@
 """Plans that are found for measured costs, beside the schedules of the same memory and the bound.
 
     python benchmarks/planner.py                 the table, unit costs, random costs and large plans
-    python benchmarks/planner.py --seconds 20    with so many for each plan
+    python benchmarks/planner.py table large     only these
+    python benchmarks/planner.py --seconds 20    with so many for each plan of the table
     python benchmarks/planner.py --random 1000   with so many random sets of costs
-    python benchmarks/planner.py --only v        only rows with this in their name
+    python benchmarks/planner.py --only v        only rows of the table with this in their name
 
 All bubbles are those of the longest rank's own span. Costs are those of the paper on Zero Bubble
 schedules (arXiv 2401.10241): its model of 1.5B parameters, of whose activations W needs 37% in the
@@ -38,6 +39,9 @@ LARGER = tl.Costs(
 LARGER_16 = tl.Costs(
     forward=14.407, backward_input=14.380, backward_weight=9.676, link=tl.Link(latency=1.61)
 )
+
+
+PARTS = ("table", "unit", "random", "large")
 
 
 class Row(NamedTuple):
@@ -128,16 +132,17 @@ def unit_costs(seconds: float) -> None:
             memory=memory,
             placement="v",
             seconds=seconds,
+            rounds=200_000,
             solver=False,
         )
         found = tl.simulate(plan).idle("span")
         print(f"  {ranks} {microbatches:>2} {memory}   {idle:>2} {found:>4g}", flush=True)
 
 
-def random_costs(count: int) -> None:
+def random_costs(count: int, rounds: int) -> None:
     """Stages that differ by up to 3×, links of up to one F: no schedule that fits is better."""
     draw, worse, gained = random.Random(0), 0, []
-    for _ in range(count):
+    for number in range(count):
         ranks, microbatches = draw.randint(2, 6), draw.randint(2, 16)
         shape = draw.choice(("linear", "v", "looped"))
         stages = ranks if shape == "linear" else 2 * ranks
@@ -149,7 +154,7 @@ def random_costs(count: int) -> None:
             forward=column(),
             backward_input=column(),
             backward_weight=column(),
-            link=tl.Link(latency=draw.random()),
+            link=tl.Link(latency=draw.uniform(0.0, 2.0)),
         )
         memory = draw.randint(stages // ranks, 2 * stages)
         plan = tl.optimise(
@@ -158,13 +163,16 @@ def random_costs(count: int) -> None:
             microbatches=microbatches,
             memory=memory,
             placement=shape,
-            rounds=200,
+            rounds=rounds,
+            seed=number,
             solver=False,
         )
         best = named(costs, plan.placement, microbatches, memory)
         if best is not None:
             found = tl.simulate(plan, costs).bubble("span")
-            worse += found > best + 1e-6
+            if found > best + 1e-6:
+                worse += 1
+                print(f"  {found:.4%} found, {best:.4%} named: {number}, {shape}, {costs}")
             gained.append(best - found)
     mean = sum(gained) / max(1, len(gained))
     print(f"\n{count} random sets of costs: worse than a schedule that fits in {worse}, ", end="")
@@ -195,14 +203,19 @@ def large() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", default=PARTS, help=f"of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each plan")
     parser.add_argument("--random", type=int, default=50, help="sets of random costs")
-    parser.add_argument("--only", default="", help="rows with this in their name, and nothing else")
+    parser.add_argument("--rounds", type=int, default=200, help="of the search for each of these")
+    parser.add_argument("--only", default="", help="rows of the table with this in their name")
     options = parser.parse_args()
-    table(options.only, options.seconds)
-    if not options.only:
+    if "table" in options.parts:
+        table(options.only, options.seconds)
+    if "unit" in options.parts:
         unit_costs(options.seconds)
-        random_costs(options.random)
+    if "random" in options.parts:
+        random_costs(options.random, options.rounds)
+    if "large" in options.parts:
         large()
 
 

@@ -53,10 +53,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda word: word.replace("colour", "color"),  # both spellings
-    },
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -13,28 +12,24 @@ from taktline import plan as plans
 from taktline.cli.options import (
     MEMORY,
     OUTPUT,
-    Colour,
     Json,
     Predict,
     Size,
     Times,
     complete,
     complete_name,
-    console,
     echo_json,
-    rich_table,
+    optimised,
+    print_table,
 )
 from taktline.errors import ArgumentError
 from taktline.plan import Timeline, Violation
 from taktline.plan.io import to_json, write_text
 from taktline.render.files import save
 from taktline.render.svg import shared_axis
-from taktline.render.text import chart, grid, legend
+from taktline.render.text import chart, legend
 from taktline.render.trace import to_trace
 from taktline.text import counted
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def plan(
@@ -124,13 +119,6 @@ def _violation(violation: Violation) -> dict[str, Any]:
     }
 
 
-class By(StrEnum):
-    """The meaning of a column of the terminal."""
-
-    time = auto()
-    step = auto()
-
-
 def show(
     targets: list[str] = typer.Argument(
         ..., metavar="FILE|NAME…", help="Plans, timelines or schedules.", autocompletion=complete
@@ -143,11 +131,9 @@ def show(
         *OUTPUT,
         help="Write to this file: .svg, .html (a page) or .json (for Perfetto).",
     ),
-    by: By = typer.Option(By.time, help="Columns: time draws to scale, step every action."),
     width: int | None = typer.Option(
         None, min=20, help="Width: columns of the terminal, or pixels of an SVG."
     ),
-    colour: Colour = None,
 ) -> None:
     """Draw plans: in the terminal, as SVG, as an HTML page, or as a trace for Perfetto.
 
@@ -157,11 +143,13 @@ def show(
     Examples:
 
     - `taktline show 1f1b`
-    - `taktline show plan.csv --by step`
+    - `taktline show plan.csv`
     - `taktline show 1f1b zbv -r 4 -m 8 -o compare.html`
     - `taktline show measured.json --predict`
     - `taktline show dualpipev -r 4 -m 10 --forward 1 --backward 1.1 --comm 0.1 -o plan.svg`
     """
+    from rich.console import Console
+
     timelines = times.timelines(targets, predict=predict)
     if output is not None:
         if output.suffix.lower() == ".json":
@@ -170,13 +158,9 @@ def show(
             save(timelines, output, width=width)
         typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")
         return
-    screen = console(colour)
+    screen = Console()
     painted = screen.color_system is not None and not screen.no_color
-    if by is By.time:
-        parts = [chart(timelines, width, colour=painted), legend(colour=painted), MEMORY]
-    else:
-        parts = [grid(timeline.plan, width, colour=painted) for timeline in timelines]
-        parts.append(legend(colour=painted))
+    parts = [chart(timelines, width, colour=painted), legend(colour=painted), MEMORY]
     typer.echo("\n".join(parts), color=True)
 
 
@@ -187,7 +171,6 @@ def simulate(
     *,
     times: Times,
     json: Json = False,
-    colour: Colour = None,
 ) -> None:
     """Simulate a plan: busy and idle time, bubble and peak memory of each rank.
 
@@ -201,7 +184,7 @@ def simulate(
     """
     timeline, *_ = times.timelines([target], predict=True)
     if not json:
-        _print_ranks(timeline, console(colour))
+        _print_ranks(timeline)
         return
     echo_json(
         {
@@ -220,7 +203,7 @@ def simulate(
     )
 
 
-def _print_ranks(timeline: Timeline, screen: Console) -> None:
+def _print_ranks(timeline: Timeline) -> None:
     plan = timeline.plan
     rows = [
         {
@@ -235,7 +218,7 @@ def _print_ranks(timeline: Timeline, screen: Console) -> None:
         for rank in range(plan.ranks)
     ]
     microbatches = counted(plan.microbatches, "micro-batch")
-    screen.print(rich_table(rows, title=f"{plan.name}: {plan.placement}, {microbatches}"))
+    print_table(rows, title=f"{plan.name}: {plan.placement}, {microbatches}")
     unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
     least = timeline.bound
     floors = least and (least.bubble_of_makespan, least.bubble)
@@ -257,13 +240,13 @@ def compare(
     times: Times,
     predict: Predict = False,
     json: Json = False,
-    colour: Colour = None,
 ) -> None:
     """Compare schedules for one model on the same ranks: bubble, makespan, peak memory.
 
     Times and memory are for one micro-batch on a rank's whole share of the model; the stages of a
     rank share them equally. Files keep their own numbers: a plan is simulated with its costs, and
-    a timeline is shown as it is.
+    a timeline is shown as it is. The last row of several plans is the best that a short search
+    finds at the costs, in the memory and on the ranks of the quickest.
 
     Examples:
 
@@ -274,11 +257,13 @@ def compare(
     trained = [name for name in plans.names() if name != "forward_only"]
     timelines = times.timelines(schedules or trained, predict=predict)
     _, unit = shared_axis(timelines)  # raises if they cannot be compared
+    if len(timelines) > 1 and not any(timeline.measured for timeline in timelines):
+        timelines += optimised(timelines)
     rows = figures(timelines)
     if json:
         echo_json(rows)
     else:
-        print_schedules(rows, unit, console(colour))
+        print_schedules(rows, unit)
 
 
 def figures(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
@@ -299,7 +284,7 @@ def figures(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
     ]
 
 
-def print_schedules(figures: list[dict[str, Any]], unit: str, screen: Console) -> None:
+def print_schedules(figures: list[dict[str, Any]], unit: str) -> None:
     """Print a table with a row for each; the best figure of a column stands out."""
 
     def cell(of: dict[str, Any], name: str, form: str) -> str:
@@ -323,7 +308,7 @@ def print_schedules(figures: list[dict[str, Any]], unit: str, screen: Console) -
     titles = [f"{counted(r, 'rank')}, {counted(m, 'micro-batch')}" for r, m in sizes]
     title = titles[0] if len(titles) == 1 else None
     style = {"title": title, "caption": MEMORY, "caption_justify": "left", "pad_edge": False}
-    screen.print(rich_table(rows, ["schedule"], **style))
+    print_table(rows, ["schedule"], **style)
 
 
 def balance(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import taktline
-from taktline.cli.options import rich_table
+from taktline.cli.options import print_table
 from taktline.plan import Costs, Kind, Plan, Timeline, simulate
 from taktline.train import Pipeline
 
@@ -173,7 +173,7 @@ class Tour:
             largest = max(largest, difference)
             row = {"step": str(step + 1), "pipeline": f"{loss:.6f}", "plain": f"{plain.item():.6f}"}
             rows.append({**row, "difference": f"{difference:.0e}"})
-        self._console.print(rich_table(rows, ["step"]))
+        print_table(rows, ["step"])
         verdict = "equal, but for rounding" if largest < _ROUNDING else "NOT EQUAL"
         self._say(f"The losses are {verdict}.")
 
@@ -195,7 +195,8 @@ class Tour:
             MeasuredSchedule(pipe.plan, ran, separate=not self.local)
             for pipe, ran in zip(pipes, measured, strict=True)
         ]
-        self._console.print(rich_table([schedule.row() for schedule in schedules], ["schedule"]))
+        if not self._silent:
+            print_table([schedule.row() for schedule in schedules], ["schedule"])
         self._say(conclusion(schedules))
         return [schedule.middle for schedule in schedules]
 

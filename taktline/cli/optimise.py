@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum, auto
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from taktline import plan as plans
 from taktline.cli.commands import figures, print_schedules
-from taktline.cli.options import OUTPUT, Colour, Json, Times, console, echo_json
-from taktline.plan import Costs, Placement, Timeline
+from taktline.cli.options import OUTPUT, Json, Times, echo_json
+from taktline.plan import Costs
 from taktline.plan.io import is_timeline
 from taktline.plan.portfolio import Progress, fitting
 from taktline.plan.work import Work
@@ -51,7 +51,6 @@ def optimise(
         Path | None, typer.Option(*OUTPUT, help="Write the plan to this .csv or .json file.")
     ] = None,
     json: Json = False,
-    colour: Colour = None,
 ) -> None:
     """Find the best plan for given costs and memory, and say what no plan can beat.
 
@@ -64,23 +63,19 @@ def optimise(
     - `taktline optimise -r 8 -m 24 --placement v --memory 5 -o plan.json`
     - `taktline optimise --costs measured.json --placement v --memory 8`
     """
-    ranks, per_rank = times.ranks or 4, times.stages_per_rank or 2
-    shape = Placement.linear(ranks)
-    if placement is not Shape.linear:
-        shape = (Placement.v if placement is Shape.v else Placement.loop)(ranks, per_rank)
-    known = _known(costs)
-    # Times are shared by the stages of a rank, as they are in any plan with this placement.
-    each = shape.stages // ranks
-    used = times.costs(
-        plans.build("forward_only", ranks=ranks, microbatches=1, stages_per_rank=each), known
-    )
-    microbatches = times.microbatches or 8
+    per_rank = times.stages_per_rank or 2
+    used = times.costs(1 if placement is Shape.linear else per_rank, _known(costs))
+    sizes: dict[str, Any] = {
+        "ranks": times.ranks or 4,
+        "microbatches": times.microbatches or 8,
+        "memory": memory,
+        "placement": placement.value,
+        "stages_per_rank": per_rank,
+    }
     with _progress() as progress:
         found = plans.optimise(
             used,
-            placement=shape,
-            microbatches=microbatches,
-            memory=memory,
+            **sizes,
             seconds=seconds,
             seed=seed,
             by="makespan" if makespan else "span",
@@ -89,25 +84,21 @@ def optimise(
     if output is not None:
         plans.write(found, output, costs=used if output.suffix == ".json" else None)
         typer.echo(
-            f"{output}: {counted(len(found), 'action')} of {counted(ranks, 'rank')}", err=json
+            f"{output}: {counted(len(found), 'action')} of {counted(found.ranks, 'rank')}", err=json
         )
-    limit = math.inf if memory is None else memory
-    work = Work.of(used, shape, microbatches, [limit] * ranks)
+    limits = [math.inf if memory is None else memory] * found.ranks
+    work = Work.of(used, found.placement, found.microbatches, limits)
     named = [plan for plan in fitting(work, used) if plan != found]
     timelines = [plans.simulate(plan, used) for plan in (*named, found)]
-    best = plans.bound(used, placement=shape, microbatches=microbatches, memory=memory)
+    best = plans.bound(used, **sizes)
     if json:
         bounds = {"makespan": best.makespan, "span": best.span, "proven": best.proven}
         echo_json({"bound": bounds, "plans": figures(timelines)})
         return
-    print_schedules(figures(timelines), used.unit, console(colour))
-    typer.echo(_verdict(timelines[-1], best))
-
-
-def _verdict(timeline: Timeline, best: plans.Bound) -> str:
-    return (
-        f"{timeline.name}: bubble {timeline.bubble('span'):.2%} of the longest rank's own span; no "
-        f"plan in this memory is below {best.bubble:.2%} ({best.proven})"
+    print_schedules(figures(timelines), used.unit)
+    typer.echo(
+        f"{found.name}: bubble {timelines[-1].bubble('span'):.2%} of the longest rank's own span; "
+        f"no plan in this memory is below {best.bubble:.2%} ({best.proven})"
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,17 +19,13 @@ from taktline.plan import (
     Timeline,
     find,
     names,
+    optimise,
     read,
     read_costs,
     read_timeline,
     simulate,
 )
 from taktline.plan.io import is_timeline
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
 OUTPUT = ("--output", "-o")
 
@@ -75,11 +72,11 @@ class Times(Size):
     )
     comm: Annotated[float | None, _option("Time of a message between ranks (default 0).")] = None
 
-    def costs(self, plan: Plan, known: Costs | None) -> Costs:
+    def costs(self, share: int, known: Costs | None) -> Costs:
         """The known costs, with the given times in their place.
 
         If no costs are known, times and memory are those of a rank's whole share of the model, of
-        which each of its stages takes a part: so a plan takes equally long in all commands.
+        which each of its ``share`` stages takes a part: a plan takes equally long in all commands.
         """
         names = ("forward", "backward_input", "backward_weight")
         times = zip(names, (self.forward, self.backward, self.weight), strict=True)
@@ -93,7 +90,6 @@ class Times(Size):
         costs = replace(known or Costs(), **given)
         if known is not None:
             return costs
-        share = plan.stages // plan.ranks
         parts = {name: getattr(costs, name) / share for name in (*names, "activation")}
         return replace(costs, **parts)
 
@@ -124,7 +120,8 @@ class Times(Size):
                 else:
                     plan, known = read(target), read_costs(target)
                 if measured is None or predict:
-                    timelines.append(simulate(plan, self.costs(plan, known)))
+                    costs = self.costs(plan.stages // plan.ranks, known)
+                    timelines.append(simulate(plan, costs))
                 timelines += [] if measured is None else [measured]
         return timelines
 
@@ -136,11 +133,32 @@ class Times(Size):
         return (replace(self, stages_per_rank=None) if fixed and others else self).build(name)
 
 
+def optimised(timelines: Sequence[Timeline], memory: float = math.inf) -> list[Timeline]:
+    """The best plan that is found at the costs, in the memory and on the ranks of the quickest.
+
+    None, if none of them is of a plan that trains, or within a ``memory``.
+    """
+    known = [each for each in timelines if each.bound and each.peak_memory.max() <= memory]
+    if not known:
+        return []
+    best = min(known, key=lambda each: (round(each.makespan, 9), each.peak_memory.max()))
+    plan = optimise(
+        best.costs,
+        placement=best.plan.placement,
+        microbatches=best.plan.microbatches,
+        memory=float(best.peak_memory.max()),
+        by="makespan",
+        rounds=200,
+        seconds=10.0,
+        solver=False,
+    )
+    rows = [plan.rows_of(rank) for rank in range(plan.ranks)]
+    named = Plan(rows, plan.placement, plan.microbatches, name="optimised")
+    return [simulate(named, best.costs)]
+
+
 Predict = Annotated[
     bool, _option("Add the prediction from each timeline's own costs.", "--predict")
-]
-Colour = Annotated[
-    bool | None, _option("Use colours (default: in a terminal only).", "--color/--no-color")
 ]
 Json = Annotated[bool, _option("Print JSON.", "--json")]
 
@@ -161,13 +179,12 @@ def _is_file(target: str) -> bool:
     return target.lower().endswith((".csv", ".json"))
 
 
-def rich_table(
-    rows: Sequence[Mapping[str, str | Text]], left: Container[str] = (), **style: Any
-) -> Table:
-    """A table for a console: the columns named in ``left`` to the left, the others to the right.
+def print_table(rows: Sequence[Mapping[str, str]], left: Container[str] = (), **style: Any) -> None:
+    """Print a table: the columns named in ``left`` to the left, the others to the right.
 
     A row has a cell for each heading.
     """
+    from rich.console import Console
     from rich.table import Table
 
     table = Table(**style)
@@ -176,16 +193,7 @@ def rich_table(
         table.add_column(heading, justify=justify, overflow=overflow)
     for row in rows:
         table.add_row(*row.values())
-    return table
-
-
-def console(colour: bool | None) -> Console:
-    """Where tables are printed; coloured as asked, or else in a terminal without NO_COLOR."""
-    from rich.console import Console
-
-    if colour:
-        return Console(force_terminal=True, color_system="standard", no_color=False)
-    return Console(no_color=None if colour is None else True)
+    Console().print(table)
 
 
 def echo_json(value: Any) -> None:

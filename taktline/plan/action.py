@@ -122,6 +122,7 @@ class Overlap:
 _NUMBER = r"0|[1-9][0-9]{0,17}"
 _KIND = "|".join(sorted(Kind.__members__, key=len, reverse=True))
 _ACTION = re.compile(rf"({_NUMBER})?({_KIND})?({_NUMBER})?")
+_OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 
 
 def parse(text: str) -> Action | Overlap:
@@ -137,38 +138,27 @@ def parse(text: str) -> Action | Overlap:
       0BANANA3
         ^
     """
-    check("text", text, str)
+    if pair := _OVERLAP.fullmatch(check("text", text, str)):
+        return Overlap(_read(text, *pair.span(1)), _read(text, *pair.span(2)))
     if text.startswith("("):
-        forward, at = _read(text, 1, [Kind.F])
-        backward, at = _read(text, _skip(text, at, ";"), [Kind.B, Kind.I])
-        action, at = Overlap(forward, backward), _skip(text, at, ")OVERLAP_F_B")
-    else:
-        action, at = _read(text, 0, list(Kind))
-    if at != len(text):
-        raise ActionSyntaxError(text, at, "the end")
-    return action
+        raise ActionSyntaxError(text, 0, "a pair such as (0F1;3B0)OVERLAP_F_B")
+    return _read(text, 0, len(text))
 
 
-def _read(text: str, at: int, allowed: list[Kind]) -> tuple[Action, int]:
-    """Read one plain action from character ``at`` on; also return where it ends."""
-    match = _ACTION.match(text, at)
+def _read(text: str, begin: int, end: int) -> Action:
+    """The plain action between two characters."""
+    match = _ACTION.match(text, begin, end)
     assert match is not None  # all its parts are optional
     stage, name, number = match.groups()
-    if stage is None:
-        raise ActionSyntaxError(text, at, "a stage number")
     kind = Kind[name] if name else None
-    if kind is None or kind not in allowed:
-        names = ", ".join(kind.name for kind in allowed)
-        raise ActionSyntaxError(text, match.end(1), f"one of {names}")
-    if not kind.has_microbatch:
-        return Action(int(stage), kind), match.end(2)
-    if number is None:
+    if stage is None:
+        raise ActionSyntaxError(text, begin, "a stage number")
+    if kind is None:
+        raise ActionSyntaxError(text, match.end(1), f"one of {', '.join(Kind.__members__)}")
+    if kind.has_microbatch and number is None:
         raise ActionSyntaxError(text, match.end(2), "a micro-batch number")
-    return Action(int(stage), kind, int(number)), match.end()
-
-
-def _skip(text: str, at: int, literal: str) -> int:
-    """Where a literal ends that must begin at character ``at``."""
-    if not text.startswith(literal, at):
-        raise ActionSyntaxError(text, at, repr(literal))
-    return at + len(literal)
+    action = Action(int(stage), kind, int(number) if kind.has_microbatch else None)
+    last = match.end(3 if kind.has_microbatch else 2)
+    if last != end:
+        raise ActionSyntaxError(text, last, "the end")
+    return action

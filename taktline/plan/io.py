@@ -22,21 +22,13 @@ from typing import Any, cast
 import numpy as np
 
 from taktline.checks import Either, check, conform, loads, shown
-from taktline.errors import (
-    ActionSyntaxError,
-    ArgumentError,
-    CostError,
-    JsonError,
-    PlanError,
-    PlanFileError,
-)
+from taktline.errors import JsonError, PlanError, PlanFileError, TaktlineError
 from taktline.plan.action import Action, Overlap, parse
 from taktline.plan.costs import Costs
 from taktline.plan.plan import Level, Placement, Plan
 from taktline.plan.timeline import Timeline
 
 _FORMAT, _TIMELINE_FORMAT, _VERSION = "taktline-plan", "taktline-timeline", 1
-_COLUMNS = ("start", "end", "arrival")
 _LEVELS = {level.name.lower(): level for level in Level}
 _PLAN = {
     **{"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str},
@@ -46,6 +38,7 @@ _TIMELINE = {
     **{"start": [[float]], "end": [[float]], "arrival": Either(None, [[float]]), "measured": bool},
     **_PLAN,
 }
+_SHAPES = {_FORMAT: _PLAN, _TIMELINE_FORMAT: _TIMELINE}
 _WAIT = re.compile(r"[0-9]+WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)")
 
 
@@ -56,18 +49,45 @@ def read(path: str | os.PathLike[str]) -> Plan:
     Traceback (most recent call last):
     taktline.errors.PlanFileError: no-such-plan.csv: cannot be read: No such file or directory
     """
-    path = _path(path)
-    return _plan(_fields(path), path)
+    with _fields_of(path) as fields:
+        return _plan(fields)
 
 
 def read_costs(path: str | os.PathLike[str]) -> Costs | None:
-    """The costs in a JSON plan file, if it has any; a CSV file has none.
+    """The costs in the file of a plan or a timeline, if it has any; a CSV file has none."""
+    with _fields_of(path) as fields:
+        return _costs(fields)
 
-    >>> read_costs("plan.csv") is None
-    True
+
+def read_timeline(path: str | os.PathLike[str]) -> Timeline:
+    """The timeline in a .json file.
+
+    >>> read_timeline("no-such-timeline.json")
+    Traceback (most recent call last):
+    taktline.errors.PlanFileError: no-such-timeline.json: cannot be read: No such file or directory
     """
-    path = _path(path)
-    return _costs(_fields(path), path) if _is_json(path) else None
+    with _fields_of(path, ".json") as fields:
+        if fields["format"] != _TIMELINE_FORMAT:
+            raise PlanError("holds a plan and no times; taktline.plan.read reads it")
+        plan, columns = _plan(fields), dict[str, Any]()
+        for name in ("start", "end", "arrival"):
+            column = fields[name]
+            if column is not None:
+                if [len(part) for part in column] != np.diff(plan.offsets).tolist():
+                    raise PlanError(f"{name} must have a number for each action of each rank")
+                column = [number for part in column for number in part]
+            columns[name] = column
+        costs = _costs(fields) or Costs()
+        timeline = Timeline(plan, costs=costs, measured=fields["measured"], **columns)
+        if (timeline.end < timeline.start).any():
+            raise PlanError("an action ends before it starts")
+        return timeline
+
+
+def is_timeline(path: str | os.PathLike[str]) -> bool:
+    """Whether a file holds a timeline, and not only a plan."""
+    with _fields_of(path) as fields:
+        return fields["format"] == _TIMELINE_FORMAT
 
 
 def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = None) -> None:
@@ -82,9 +102,12 @@ def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = Non
     (True, 2.0)
     """
     path = _path(path)
-    if costs is not None and not _is_json(path):
+    if _is_json(path):
+        write_text(path, to_json(plan, costs))
+    elif costs is None:
+        write_text(path, to_csv(plan))
+    else:
         raise PlanFileError(path, "a CSV file cannot hold costs; use .json")
-    write_text(path, to_json(plan, costs) if _is_json(path) else to_csv(plan))
 
 
 def write_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
@@ -98,76 +121,48 @@ def write_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     33.0
     """
     plan = check("timeline", timeline, Timeline).plan
-    path = _path(path, ".json")
-    more: dict[str, Any] = {"format": _TIMELINE_FORMAT, "measured": timeline.measured}
-    for name in _COLUMNS:
-        if (column := getattr(timeline, name)) is not None:
-            more[name] = [part.tolist() for part in np.split(column, plan.offsets[1:-1])]
-    write_text(path, to_json(plan, timeline.costs, more))
-
-
-def read_timeline(path: str | os.PathLike[str]) -> Timeline:
-    """The timeline in a .json file.
-
-    >>> read_timeline("no-such-timeline.json")
-    Traceback (most recent call last):
-    taktline.errors.PlanFileError: no-such-timeline.json: cannot be read: No such file or directory
-    """
-    path = _path(path, ".json")
-    data = _fields(path)
-    if data["format"] != _TIMELINE_FORMAT:
-        raise PlanFileError(path, "holds a plan and no times; taktline.plan.read reads it")
-    plan, costs, columns = _plan(data, path), _costs(data, path), dict[str, Any]()
-    for name in ("start", "end") if data["arrival"] is None else _COLUMNS:
-        if [len(part) for part in data[name]] != np.diff(plan.offsets).tolist():
-            raise PlanFileError(path, f"{name} must have a number for each action of each rank")
-        columns[name] = [number for part in data[name] for number in part]
-    with _errors_of(path):
-        timeline = Timeline(plan, costs=costs or Costs(), measured=data["measured"], **columns)
-    if (timeline.end < timeline.start).any():
-        raise PlanFileError(path, "an action ends before it starts")
-    return timeline
-
-
-def is_timeline(path: str | os.PathLike[str]) -> bool:
-    """Whether a file holds a timeline, and not only a plan."""
-    path = _path(path)
-    return _is_json(path) and _fields(path)["format"] == _TIMELINE_FORMAT
+    columns = {"start": timeline.start, "end": timeline.end, "arrival": timeline.arrival}
+    fields = {
+        **_values(plan, timeline.costs),
+        **{"format": _TIMELINE_FORMAT, "measured": timeline.measured},
+        **{
+            name: [part.tolist() for part in np.split(column, plan.offsets[1:-1])]
+            for name, column in columns.items()
+            if column is not None
+        },
+    }
+    write_text(_path(path, ".json"), _text(fields))
 
 
 def to_csv(plan: Plan) -> str:
     """A plan as CSV text."""
-    check("plan", plan, Plan)
     text = io.StringIO()
-    csv.writer(text).writerows(plan[rank] for rank in range(plan.ranks))
+    csv.writer(text).writerows(plan[rank] for rank in range(check("plan", plan, Plan).ranks))
     return text.getvalue()
 
 
-def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
-    """A plan from CSV text; the path is for messages, and its stem names the plan."""
-    path = check("path", path, Path)
-    return _plan(_csv_fields(text, path), path)
+def to_json(plan: Plan, costs: Costs | None = None) -> str:
+    """A plan as JSON text: a line for each field, and for each rank in a field that has ranks."""
+    return _text(_values(check("plan", plan, Plan), costs))
 
 
-def to_json(plan: Plan, costs: Costs | None = None, more: dict[str, Any] | None = None) -> str:
-    """A plan as JSON text, with a line for each field, and for each rank where a field has those.
-
-    ``more`` are fields that are added or replaced.
-    """
-    check("plan", plan, Plan)
-    fields: dict[str, Any] = {
+def _values(plan: Plan, costs: Costs | None) -> dict[str, Any]:
+    known = {} if costs is None else {"costs": check("costs", costs, Costs).to_dict()}
+    return {
         "format": _FORMAT,
         "version": _VERSION,
         "origin": plan.name,
         "level": plan.level.name.lower(),
         "microbatches": plan.microbatches,
         "placement": list(plan.placement.rank_of),
+        **known,
+        "ranks": [[str(action) for action in plan[rank]] for rank in range(plan.ranks)],
     }
-    if costs is not None:
-        fields["costs"] = check("costs", costs, Costs).to_dict()
-    fields["ranks"] = [[str(action) for action in plan[rank]] for rank in range(plan.ranks)]
+
+
+def _text(fields: dict[str, Any]) -> str:
     lines: list[str] = []
-    for name, value in (fields | (more or {})).items():
+    for name, value in fields.items():
         text = json.dumps(value)
         if isinstance(value, list) and all(isinstance(part, list) for part in cast(Any, value)):
             text = "[\n    " + ",\n    ".join(map(json.dumps, cast(Any, value))) + "\n  ]"
@@ -175,29 +170,30 @@ def to_json(plan: Plan, costs: Costs | None = None, more: dict[str, Any] | None 
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
-    """A plan from JSON text; the path is for messages."""
-    path = check("path", path, Path)
-    return _plan(_json_fields(text, path), path)
-
-
-def _fields(path: Path) -> dict[str, Any]:
-    """The fields of a file, in any format; those that a CSV file does not have are None."""
+@contextmanager
+def _fields_of(path: object, *endings: str) -> Generator[dict[str, Any]]:
+    """The fields of a file; errors then name it, and where in it they are if that is known."""
+    path = _path(path, *endings)
     try:
         text = path.read_text(encoding="utf-8-sig")
+        yield _json_fields(text) if _is_json(path) else _csv_fields(text, path)
+    except JsonError as error:
+        raise PlanFileError(path, error.reason, row=error.row, column=error.column) from None
     except OSError as error:
         raise PlanFileError(path, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise PlanFileError(path, f"is not a text in UTF-8 (byte {error.start})") from None
-    return (_json_fields if _is_json(path) else _csv_fields)(text, path)
+    except TaktlineError as error:
+        raise PlanFileError(path, str(error)) from None
 
 
 def _csv_fields(text: str, path: Path) -> dict[str, Any]:
+    """The actions of each rank; a CSV file does not have the other fields."""
     reader = csv.reader(io.StringIO(text), strict=True)
     try:
         rows = list(reader)
     except csv.Error as error:
-        raise PlanFileError(path, f"not CSV: {error}", row=reader.line_num) from None
+        raise JsonError(path, f"not CSV: {error}", row=reader.line_num) from None
     while rows and not any(map(str.strip, rows[-1])):
         rows.pop()
     # A file's name may hold bytes that are not a text.
@@ -205,57 +201,42 @@ def _csv_fields(text: str, path: Path) -> dict[str, Any]:
     return {**dict.fromkeys(_PLAN), "format": "csv", "origin": name, "ranks": rows}
 
 
-def _json_fields(text: str, path: Path) -> dict[str, Any]:
+def _json_fields(text: str) -> dict[str, Any]:
     """The fields of a format and a version that are known here."""
-    with _errors_of(path):
-        data = conform(loads(text, what=str(path)), {str: object}, what=str(path))
-        shape = {_FORMAT: _PLAN, _TIMELINE_FORMAT: _TIMELINE}.get(str(data.get("format")))
-        if shape is None:
-            raise PlanError(f'not a plan: expected "format": "{_FORMAT}"')
-        version = data.get("version")
-        if type(version) is not int or version != _VERSION:
-            raise PlanError(
-                f"has version {shown(version)} of the format, but this program reads "
-                f"version {_VERSION}; use the Taktline that wrote it, or write it as CSV there"
-            )
-        fields = conform({name: data.get(name) for name in shape}, shape, what=str(path))
-        if fields["level"] not in _LEVELS:
-            known = ", ".join(_LEVELS)
-            raise PlanError(f"level is one of {known}, not {shown(fields['level'])}")
-        return {**fields, "format": data["format"]}
+    data = conform(loads(text, what="the file"), {str: object}, what="the file")
+    format, version = str(data.get("format")), data.get("version")
+    if format not in _SHAPES:
+        raise PlanError(f'not a plan: expected "format": "{_FORMAT}"')
+    if type(version) is not int or version != _VERSION:
+        raise PlanError(
+            f"has version {shown(version)} of the format, but this program reads version "
+            f"{_VERSION}; use the Taktline that wrote it, or write it as CSV there"
+        )
+    shape = _SHAPES[format]
+    fields = conform({name: data.get(name) for name in shape}, shape, what="the file")
+    if fields["level"] not in _LEVELS:
+        raise PlanError(f"level is one of {', '.join(_LEVELS)}, not {shown(fields['level'])}")
+    return {**fields, "format": format}
 
 
-def _plan(data: dict[str, Any], path: Path) -> Plan:
+def _plan(fields: dict[str, Any]) -> Plan:
     ranks: list[list[Action | Overlap]] = []
-    for row, cells in enumerate(data["ranks"], start=1):
+    for row, cells in enumerate(fields["ranks"], start=1):
         ranks.append([])
         for column, cell in enumerate(map(str.strip, cells), start=1):
             if cell and not _WAIT.fullmatch(cell):
                 try:
                     ranks[-1].append(parse(cell))
-                except (ActionSyntaxError, PlanError) as error:
-                    raise PlanFileError(path, str(error), row=row, column=column) from None
-    with _errors_of(path):
-        held, level, number = data["placement"], data["level"], data["microbatches"]
-        placement = None if held is None else Placement.custom(held, len(ranks))
-        level = None if level is None else _LEVELS[level]
-        return Plan.from_actions(ranks, placement, number, level=level, name=data["origin"])
+                except TaktlineError as error:
+                    raise JsonError("the file", str(error), row=row, column=column) from None
+    held, level, number = fields["placement"], fields["level"], fields["microbatches"]
+    placement = None if held is None else Placement.custom(held, len(ranks))
+    level = None if level is None else _LEVELS[level]
+    return Plan.from_actions(ranks, placement, number, level=level, name=fields["origin"])
 
 
-def _costs(data: dict[str, Any], path: Path) -> Costs | None:
-    with _errors_of(path, "costs: "):
-        return None if data["costs"] is None else Costs.from_dict(data["costs"])
-
-
-@contextmanager
-def _errors_of(path: Path, prefix: str = "") -> Generator[None]:
-    """Let errors name the file, and where in it they are if that is known."""
-    try:
-        yield
-    except JsonError as error:
-        raise PlanFileError(path, error.reason, row=error.row, column=error.column) from None
-    except (ArgumentError, CostError, PlanError) as error:
-        raise PlanFileError(path, f"{prefix}{error}") from None
+def _costs(fields: dict[str, Any]) -> Costs | None:
+    return None if fields["costs"] is None else Costs.from_dict(fields["costs"])
 
 
 def _path(path: object, *endings: str) -> Path:

@@ -36,16 +36,6 @@ class Partition:
     """The same of the memory, if it was given."""
 
     @property
-    def stages(self) -> int:
-        """How many stages there are."""
-        return len(self.stage_costs)
-
-    @property
-    def layers(self) -> int:
-        """How many layers there are."""
-        return self.bounds[-1]
-
-    @property
     def largest(self) -> float:
         """The cost of the largest stage."""
         return max(self.stage_costs)
@@ -67,7 +57,7 @@ class Partition:
             memory = "" if self.stage_memory is None else _text(self.stage_memory[stage])
             rows.append([f"{stage}", layers, _text(self.stage_costs[stage]), memory])
         return (
-            f"{counted(self.layers, 'layer')} in {counted(self.stages, 'stage')}, "
+            f"{counted(self.bounds[-1], 'layer')} in {counted(len(self.stage_costs), 'stage')}, "
             f"the largest {_text(self.largest)}\n{table(rows)}"
         )
 
@@ -111,8 +101,8 @@ def balance(
     # What all layers need is as good as no limit.
     room = _exact("limits", limits, "stage", stages, infinity=sum(needs, Fraction()))
     # Whole multiples of a unit are exact, and faster than fractions.
-    costs_to = _in_whole_units(accumulate(sizes, initial=Fraction()))
-    in_units = _in_whole_units([*accumulate(needs, initial=Fraction()), *room])
+    costs_to, _ = _in_whole_units(accumulate(sizes, initial=Fraction()))
+    in_units, unit = _in_whole_units([*accumulate(needs, initial=Fraction()), *room])
     needs_to, holds = in_units[: layers + 1], in_units[layers + 1 :]
 
     def lack(stage: int, start: int, end: int) -> float:
@@ -124,15 +114,23 @@ def balance(
     rough = _cheapest(layers, stages, cost, max)
     if rough is None:
         # Raising every limit by what the worst stage of this cut lacks lets it through.
-        raise _too_much(needs, room, _cheapest(layers, stages, lack, max) or ())
+        nearest = list(enumerate(pairwise(_cheapest(layers, stages, lack, max) or ())))
+        stage, ends = max(nearest, key=lambda each: lack(each[0], *each[1]))
+        short = Fraction(int(lack(stage, *ends)), unit)
+        raise PartitionError(
+            f"no cut into {counted(stages, 'stage')} keeps within the limits: in the best one, "
+            f"stage {stage} needs {_text(room[stage] + short)} and can hold {_text(room[stage])}; "
+            f"raise the limits by {_text(short)}",
+            stage=stage,
+            short=float(short),
+        )
     largest = max(cost(stage, *ends) for stage, ends in enumerate(pairwise(rough)))
 
     def square(stage: int, start: int, end: int) -> float:
         size = cost(stage, start, end)
         return size**2 if size <= largest else math.inf
 
-    bounds = _cheapest(layers, stages, square, operator.add)
-    assert bounds is not None  # the rough cut is one
+    bounds = _cheapest(layers, stages, square, operator.add) or rough
     stage_memory = None if memory is None else _sums(needs, bounds)
     return Partition(bounds=bounds, stage_costs=_sums(sizes, bounds), stage_memory=stage_memory)
 
@@ -199,27 +197,11 @@ def _exact(
     return numbers
 
 
-def _in_whole_units(numbers: Iterable[Fraction]) -> list[int]:
-    """Numbers as multiples of the largest unit that makes all of them whole."""
+def _in_whole_units(numbers: Iterable[Fraction]) -> tuple[list[int], int]:
+    """Numbers as multiples of the largest unit that makes all whole; and how many make 1."""
     listed = list(numbers)
     unit = math.lcm(*(number.denominator for number in listed))
-    return [int(number * unit) for number in listed]
-
-
-def _too_much(
-    needs: Sequence[Fraction], room: Sequence[Fraction], bounds: Sequence[int]
-) -> PartitionError:
-    """The error for limits that no cut keeps within; it names the stage that lacks the most."""
-    used = [sum(needs[start:end], Fraction()) for start, end in pairwise(bounds)]
-    lacks = [need - limit for need, limit in zip(used, room, strict=True)]
-    stage = lacks.index(max(lacks))
-    return PartitionError(
-        f"no cut into {counted(len(room), 'stage')} keeps within the limits: in the best one, "
-        f"stage {stage} needs {_text(used[stage])} and can hold {_text(room[stage])}; raise the "
-        f"limits by {_text(lacks[stage])}",
-        stage=stage,
-        short=float(lacks[stage]),
-    )
+    return [int(number * unit) for number in listed], unit
 
 
 def _sums(numbers: Sequence[Fraction], bounds: Sequence[int]) -> tuple[float, ...]:

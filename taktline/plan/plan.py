@@ -51,7 +51,6 @@ class Placement:
     def __post_init__(self) -> None:
         ranks = _count("ranks", self.ranks, MOST_RANKS)
         rank_of = _numbers(self.rank_of)
-        _count("the number of stages", len(rank_of), MOST_STAGES)
         for stage, rank in enumerate(rank_of):
             if not 0 <= rank < ranks:
                 raise PlanError(f"stage {stage} is placed on rank {rank} of {ranks}")
@@ -127,6 +126,7 @@ def _count(name: str, number: int, most: int) -> int:
 
 def _numbers(rank_of: Iterable[int]) -> tuple[int, ...]:
     ranks = check_list("rank_of", rank_of, error=PlanError)
+    _count("the number of stages", len(ranks), MOST_STAGES)
     return tuple(
         check(f"rank_of[{stage}]", rank, int, error=PlanError) for stage, rank in enumerate(ranks)
     )
@@ -209,14 +209,12 @@ class Plan(Drawable):
         for column in (rows.kind, rows.stage, rows.microbatch, rows.joined):
             column.flags.writeable = False
         levels = _LEVEL_OF_KIND[rows.kind]
-        found = Level(int(levels.max(initial=Level.COMPUTE)))
+        found = Level(int(levels.max(initial=level or Level.COMPUTE)))
         if level is not None and level < found:
-            raise PlanError(
-                f"a {level.name} plan may not contain "
-                f"{Kind(rows.kind[np.argmax(levels > level)]).name}: it is a {found.name} plan"
-            )
-        level, offsets = found if level is None else level, np.cumsum([0, *map(len, rows_by_rank)])
-        vars(self).update(name=name, placement=placement, microbatches=microbatches, level=level)
+            kind = Kind(rows.kind[np.argmax(levels)])
+            raise PlanError(f"a {level.name} plan may not contain {kind.name}")
+        offsets = np.cumsum([0, *map(len, rows_by_rank)])
+        vars(self).update(name=name, placement=placement, microbatches=microbatches, level=found)
         vars(self).update(rows=rows, offsets=offsets, known={})
 
     @classmethod

@@ -33,16 +33,25 @@ def fitting(work: Work, costs: Costs, *, slow: bool = True) -> Iterator[Plan]:
     """The plans of all known schedules with this placement that fit into the memory."""
     placement, limits = work.placement, np.array(work.memory) * (1 + MARGIN)
     per_rank = max(1, placement.stages // placement.ranks)
+    few = 2 * placement.ranks
+
+    def fits(plan: Plan) -> bool:
+        return bool((peak_memory(plan, costs) <= limits).all())
+
     for name in names():
         known = find(name)
         if name in (() if slow else _SLOW):
             continue
         if name == "forward_only" or known.stages_per_rank not in (None, per_rank):
             continue
-        if known.place(placement.ranks, per_rank) == placement:
-            plan = known.build(placement.ranks, work.microbatches, per_rank)
-            if (peak_memory(plan, costs) <= limits).all():
-                yield plan
+        if known.place(placement.ranks, per_rank) != placement:
+            continue
+        # What few micro-batches need, more need, too.
+        if few < work.microbatches and not fits(known.build(placement.ranks, few, per_rank)):
+            continue
+        plan = known.build(placement.ranks, work.microbatches, per_rank)
+        if fits(plan):
+            yield plan
 
 
 class Search:
@@ -74,14 +83,15 @@ class Search:
 
     def run(self, *, solve: bool) -> None:
         """All ways to find plans, one after the other."""
-        for plan in fitting(self.work, self.costs, slow=not self.large):
+        enough = (2 if self.large else 3) * self.work.placement.ranks
+        few = replace(self.work, microbatches=min(enough, self.work.microbatches))
+        unrolls = few.microbatches < self.work.microbatches
+        for plan in fitting(self.work, self.costs, slow=not (unrolls and self.large)):
             self._add(plan)
             self._keep(None if plan.rows.joined.any() else from_plan(plan))
-        if not self.large:
+        if not (unrolls and self.large):
             self._patterned()
-        enough = (2 if self.large else 3) * self.work.placement.ranks
-        few = replace(self.work, microbatches=enough)
-        if few.microbatches < self.work.microbatches:
+        if unrolls:
             self._unrolled(few)
         else:
             self._varied()
@@ -154,16 +164,17 @@ class Search:
         inner = Search(few, self.costs, self.by, seed, seconds, rounds, None)
         inner.run(solve=False)
         self.rules, more = inner.rules, self.work.microbatches - few.microbatches
-        for (_, order), at_once in product(inner.orders[: 1 if self.large else _KEPT], (1, 2)):
-            if more % at_once == 0 and not self._ends(0.0):
+        for (_, order), at_once in product(inner.orders[: 2 if self.large else _KEPT], (1, 2)):
+            if more % at_once == 0 and not (self.orders and self._ends(0.0)):
                 self._keep(unrolled(few, order, more=more, at_once=at_once))
 
     def _varied(self) -> None:
         """Rules for lists: some that are known, and the best of them varied again and again."""
         letters = len(self.work.time) * self.work.microbatches
         tries = max(len(GOOD), min(300, 600_000 // letters))
+        stops = time.monotonic() + _MOST_LISTED * (self.ends - time.monotonic())
         for turn in range(tries):
-            if self._ends(_LISTED * turn / tries):
+            if self._ends(_LISTED * turn / tries) or time.monotonic() >= stops:
                 return
             rules = GOOD[turn % len(GOOD)]
             if turn >= len(GOOD) and self.rules:
@@ -176,21 +187,23 @@ class Search:
                 del self.rules[_KEPT:]
 
     def _improved(self) -> None:
-        """The best few, each improved by local search."""
-        heat = 0.15 * self.work.period
-        starts = self.orders[:]
-        for place, (_, order) in enumerate(starts):
+        """The best few, each improved by local search; then the best of all, with more heat."""
+        starts, by_span = self.orders[:], self.by == "span"
+        for place in range(len(starts) + _AGAIN):
 
             def stop(turn: int, place: int = place) -> bool:
-                share = (place + turn / self.rounds) / len(starts)
+                share = (place + turn / self.rounds) / (len(starts) + _AGAIN)
                 return self._ends(_LISTED + (1 - _LISTED) * share)
 
-            if self.rounds and not stop(0):
-                by_span = self.by == "span"
-                rounds, random = self.rounds, self.random
-                self._keep(
-                    improve(self.work, order, by_span, random, rounds=rounds, heat=heat, stop=stop)
-                )
+            if not self.rounds or not self.orders or stop(0):
+                return
+            first = place < len(starts)
+            _, order = starts[place] if first else self.orders[0]
+            heat = (0.15 if first else 0.3) * self.work.period
+            rounds, random = self.rounds, self.random
+            self._keep(
+                improve(self.work, order, by_span, random, rounds=rounds, heat=heat, stop=stop)
+            )
 
     def _solved(self) -> None:
         """What the solver makes of the best."""
@@ -203,12 +216,14 @@ class Search:
 
 
 _SLOW = ("v_half", "v_min")
-"""The schedules whose plans take long to make."""
+"""The schedules whose plans take long to make: large ones are unrolled."""
 _LARGE = 30_000
 """From so many actions on, plans are found for few micro-batches, and unrolled."""
 _LITTLE = 1e-6
 _KEPT = 6
 """So many of the best are kept, and improved."""
+_AGAIN = 3
 _LISTED = 0.3  # the share of the search that lists orders
+_MOST_LISTED = 0.5  # of the time
 _SOLVED = 20.0
 """The seconds of the solver, by its own count."""

@@ -11,7 +11,7 @@ from collections import deque
 
 import numpy as np
 
-from taktline.plan.action import Action, Kind
+from taktline.plan.action import Kind
 from taktline.plan.plan import Placement
 from taktline.plan.registry import each_rank, register
 from taktline.plan.rows import IntArray, Rows
@@ -293,80 +293,60 @@ def v_limited(placement: Placement, microbatches: int, limit: int) -> list[Rows]
     an activation counts from its F to its W. The order never locks up: a rank's first stage leaves
     room for its second, so the oldest micro-batch under way can always go on.
     """
-    if limit >= 2 * placement.ranks:
+    ranks, last = placement.ranks, placement.stages - 1
+    if limit >= 2 * ranks:
         return zbv(placement, microbatches)
-    ranks = _Ranks(placement.ranks, microbatches, limit)
-    reach = ranks.period
-    while any(len(actions) < _PERIOD * microbatches for actions in ranks.actions):
-        # All ranks choose, then all run. If no rank can move, the pattern is in the way.
-        choices = [ranks.choose(rank, reach) for rank in range(placement.ranks)]
-        for rank, action in enumerate(choices):
-            if action is not None:
-                ranks.run(rank, action)
-        reach = ranks.period if any(choices) else math.inf
-    return [Rows.from_actions(actions) for actions in ranks.actions]
+    # Due times of micro-batch 0, in whole numbers. It moves one rank in a unit on the way down,
+    # and takes somewhat longer on the way up. Both stages of a rank then hold its activations
+    # for 4·ranks + 2·_TURN units and twice the whole stretch together, which is the memory in
+    # use times the period: the stretch is what the limit leaves over.
+    unit = max(1, ranks - 1)
+    up = unit + max(0, 3 * limit - 2 * ranks - 4 - _TURN)
+    forward_due = [*range(0, unit * ranks, unit), *(unit * ranks + up * r for r in range(ranks))]
+    at_loss, period = forward_due[-1] + unit * (1 + _TURN), _PERIOD * unit
+    input_due = [at_loss + due for due in forward_due[::-1]]
+    forward, inputs, weights = ([0] * (2 * ranks) for _ in range(3))  # the micro-batches through
+    pending: list[deque[int]] = [deque() for _ in range(ranks)]  # the stage of each W
+    actions: list[list[tuple[Kind, int, int]]] = [[] for _ in range(ranks)]
 
-
-class _Ranks:
-    """The state of all ranks while the plan is written, tick by tick."""
-
-    def __init__(self, count: int, microbatches: int, limit: int) -> None:
-        self.microbatches, self.limit, self.last = microbatches, limit, 2 * count - 1
-        self.actions: list[list[Action]] = [[] for _ in range(count)]
-        # Actions W of each rank whose I has run.
-        self.weights: list[deque[Action]] = [deque() for _ in range(count)]
-        # For each stage, the micro-batches through it.
-        self.through = {kind: [0] * (2 * count) for kind in (Kind.F, Kind.I, Kind.W)}
-
-        # Due times of micro-batch 0, in whole numbers. It moves one rank in a unit on the way down,
-        # and takes somewhat longer on the way up. Both stages of a rank then hold its activations
-        # for 4·count + 2·_TURN units and twice the whole stretch together, which is the memory in
-        # use times the period: the stretch is what the limit leaves over.
-        unit = max(1, count - 1)
-        up = unit + max(0, 3 * limit - 2 * count - 4 - _TURN)
-        down = [unit * rank for rank in range(count)]
-        stages = [*down, *(unit * count + up * rank for rank in range(count))]
-        at_loss = stages[-1] + unit * (1 + _TURN)
-        self.period = _PERIOD * unit
-        self.due = {Kind.F: stages, Kind.I: [at_loss + due for due in stages[::-1]]}
-
-    def choose(self, rank: int, reach: float) -> Action | None:
-        """What the rank runs now; None if it has to wait."""
-        pending, other = self.weights[rank], self.last - rank
-        # Of two that are due at once, the later in a micro-batch's life goes first.
-        life = [(Kind.I, rank), (Kind.I, other), (Kind.F, other), (Kind.F, rank)]
-        queue = sorted(
-            (self.due[kind][stage] + self.period * self.through[kind][stage], place)
-            for place, (kind, stage) in enumerate(life)
-            if self.through[kind][stage] < self.microbatches
-        )
-        for due, place in queue:
-            if due > queue[0][0] + reach or (pending and place != queue[0][1]):
-                break
-            kind, stage = life[place]
-            if self._ready(kind, stage):
-                return Action(stage, kind, self.through[kind][stage])
-        return pending[0] if pending else None
-
-    def _ready(self, kind: Kind, stage: int) -> bool:
-        forward, inputs, weights = self.through.values()
+    def ready(kind: Kind, stage: int) -> bool:
         if kind is Kind.I:
-            from_next = stage == self.last or inputs[stage + 1] > inputs[stage]
+            from_next = stage == last or inputs[stage + 1] > inputs[stage]
             return from_next and forward[stage] > inputs[stage]
         if stage > 0 and forward[stage - 1] <= forward[stage]:
             return False
-        here, other = (forward[each] - weights[each] for each in (stage, self.last - stage))
-        first = stage < self.last - stage  # which leaves room for the rank's second stage
-        return here + other < self.limit and not (first and here >= self.limit - 1)
+        here, other = (forward[each] - weights[each] for each in (stage, last - stage))
+        first = stage < ranks  # which leaves room for the rank's second stage
+        return here + other < limit and not (first and here >= limit - 1)
 
-    def run(self, rank: int, action: Action) -> None:
-        """Write down a chosen action."""
-        self.actions[rank].append(action)
-        self.through[action.kind][action.stage] += 1
-        if action.kind is Kind.I:
-            self.weights[rank].append(Action(action.stage, Kind.W, action.microbatch))
-        elif action.kind is Kind.W:
-            self.weights[rank].popleft()
+    def choose(rank: int, reach: float) -> tuple[Kind, int] | None:
+        # Of two that are due at once, the later in a micro-batch's life goes first.
+        life = [(Kind.I, rank), (Kind.I, last - rank), (Kind.F, last - rank), (Kind.F, rank)]
+        queue: list[tuple[int, int]] = []
+        for place, (kind, stage) in enumerate(life):
+            due, through = (input_due, inputs) if kind is Kind.I else (forward_due, forward)
+            if through[stage] < microbatches:
+                queue.append((due[stage] + period * through[stage], place))
+        queue.sort()
+        for due, place in queue[:1] if pending[rank] else queue:
+            if due <= queue[0][0] + reach and ready(*life[place]):
+                return life[place]
+        return (Kind.W, pending[rank][0]) if pending[rank] else None
+
+    reach: float = period
+    while any(len(done) < _PERIOD * microbatches for done in actions):
+        # All ranks choose, then all run. If no rank can move, the pattern is in the way.
+        choices = [choose(rank, reach) for rank in range(ranks)]
+        for rank, (kind, stage) in [(r, choice) for r, choice in enumerate(choices) if choice]:
+            through = {Kind.F: forward, Kind.I: inputs, Kind.W: weights}[kind]
+            actions[rank].append((kind, stage, through[stage]))
+            through[stage] += 1
+            if kind is Kind.I:
+                pending[rank].append(stage)
+            elif kind is Kind.W:
+                pending[rank].popleft()
+        reach = period if any(choices) else math.inf
+    return [Rows.of(*np.array(listed, np.int64).T) for listed in actions]
 
 
 @register("v_half", stages_per_rank=2, place=Placement.v)

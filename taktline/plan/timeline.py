@@ -403,9 +403,13 @@ def stragglers(
         raise PlanError("stragglers are found in timelines with the same stages on the same ranks")
     least = _LEAST * float(np.median([timeline.makespan for timeline in timelines]))
     found: list[Straggler] = []
+    rank = np.array(plan.placement.rank_of)
     for kind, (name, kinds) in _PARTS.items():
         spent = known_medians(np.hstack([each.durations(*kinds) for each in timelines]), axis=1)
-        expected = _at_the_pace_of_others(plan, work.of(name, plan.stages), spent)
+        amount = work.of(name, plan.stages)
+        pace = np.divide(spent, amount, out=np.full_like(spent, np.nan), where=amount > 0)
+        others = np.where(rank[:, None] != rank, pace, np.nan)
+        expected = amount * known_medians(others, axis=1)
         lost = (spent - expected) * plan.microbatches
         slow = (expected > 0) & (spent >= factor * expected) & (lost >= least)
         took = timelines[-1].durations(*kinds)
@@ -413,12 +417,5 @@ def stragglers(
             slowest = np.argsort(-took[at], kind="stable")[:3].tolist()
             known = tuple(number for number in slowest if not np.isnan(took[at, number]))
             facts = (float(spent[at]), float(spent[at] / expected[at]), known, unit)
-            found.append(Straggler(plan.placement.rank_of[at], at, kind, *facts))
+            found.append(Straggler(int(rank[at]), at, kind, *facts))
     return sorted(found, key=lambda straggler: -straggler.factor)
-
-
-def _at_the_pace_of_others(plan: Plan, amount: FloatArray, spent: FloatArray) -> FloatArray:
-    """How long each stage would take at the pace of the other ranks, in the median of stages."""
-    pace = np.divide(spent, amount, out=np.full(plan.stages, np.nan), where=amount > 0)
-    rank = np.array(plan.placement.rank_of)
-    return amount * known_medians(np.where(rank[:, None] != rank, pace, np.nan), axis=1)

@@ -10,7 +10,7 @@ import numpy as np
 
 from taktline.checks import check, check_one_of
 from taktline.errors import InvalidPlanError, PlanError
-from taktline.plan.action import Kind
+from taktline.plan.action import Action, Kind
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import IntArray
 from taktline.plan.rules import RULES, Subject, Violation, sizes
@@ -63,7 +63,7 @@ def _violations(plan: Plan, sends: Sends) -> Iterator[Violation]:
 
 
 def _deadlocks(subject: Subject, sends: Sends) -> Iterator[Violation]:
-    """Walk through the plan; ranks that do not finish wait for each other in a circle."""
+    """Walk through the plan; of ranks that do not finish, some wait for each other in a circle."""
     plan, rows = subject.plan, subject.plan.rows
     waits = subject.needs.waits
     if sends == "blocking" and plan.level == Level.LOWERED:
@@ -74,19 +74,24 @@ def _deadlocks(subject: Subject, sends: Sends) -> Iterator[Violation]:
         result = walk(plan, waits, np.zeros(len(rows)))
     else:
         result = unit_run(plan, subject.needs)
-    waits_for = {rank: int(subject.rank[waits[row]]) for rank, row in result.blocked.items()}
-    for circle in _circles(waits_for):
-        heads = [result.blocked[rank] for rank in circle]
-        cycle = tuple(
-            (rank, rows.leaf(row), rows.leaf(int(waits[row])))
-            for rank, row in zip(circle, heads, strict=True)
+    if not result.blocked:
+        return
+    # A rank that is blocked waits for one that is, so from any of them the way leads to a circle.
+    path = [next(iter(result.blocked))]
+    while (ahead := int(subject.rank[waits[result.blocked[path[-1]]]])) not in path:
+        path.append(ahead)
+    circle = path[path.index(ahead) :]
+    story: list[str] = []
+    cycle: list[tuple[int, Action, Action]] = []
+    for rank, ahead in zip(circle, [*circle[1:], circle[0]], strict=True):
+        row = result.blocked[rank]
+        here, there, position = rows.leaf(row), rows.leaf(int(waits[row])), subject.position[row]
+        cycle.append((rank, here, there))
+        story.append(
+            f"rank {rank} waits at {here} (position {position}) for {there} of rank {ahead}"
         )
-        story = "; ".join(
-            f"rank {rank} waits at {here} (position {subject.position[row]}) "
-            f"for {there} of rank {waits_for[rank]}"
-            for row, (rank, here, there) in zip(heads, cycle, strict=True)
-        )
-        yield replace(subject.at(heads[0], "deadlock", story), cycle=cycle)
+    found = subject.at(result.blocked[circle[0]], "deadlock", "; ".join(story))
+    yield replace(found, cycle=tuple(cycle))
 
 
 def _follows_known_order(plan: Plan, waits: IntArray, rank: IntArray) -> bool:
@@ -100,16 +105,3 @@ def _follows_known_order(plan: Plan, waits: IntArray, rank: IntArray) -> bool:
     same_rank = rank[1:] == rank[:-1]
     in_order = (key[1:] >= key[:-1]) | ~same_rank
     return bool(in_order.all() and (key[waits] < key)[waits >= 0].all())
-
-
-def _circles(waits_for: dict[int, int]) -> Iterator[list[int]]:
-    """The circles of ranks in which each waits for the next."""
-    seen: set[int] = set()
-    for rank in waits_for:
-        path: list[int] = []
-        while rank not in seen:
-            seen.add(rank)
-            path.append(rank)
-            rank = waits_for[rank]
-        if rank in path:
-            yield path[path.index(rank) :]

@@ -50,7 +50,7 @@ def _painted(text: str, kind: Kind | None) -> str:
     return text if kind is None else f"\x1b[{_ANSI[kind]}m{text}\x1b[0m"
 
 
-def grid(plan: Plan, width: int | None = None, *, colour: bool = False) -> str:
+def grid(plan: Plan, width: int | None = None) -> str:
     """A plan by step: to scale at unit cost if it is a sound compute plan, else in plain order.
 
     ``width`` defaults to that of the terminal; what does not fit goes into further blocks.
@@ -81,7 +81,7 @@ def grid(plan: Plan, width: int | None = None, *, colour: bool = False) -> str:
     for at in blocks[:_MOST_BLOCKS]:
         parts += [""] if at else []
         parts += [
-            (_label(rank, label) + _shown(line[at : at + room], colour)).rstrip()
+            (_label(rank, label) + _shown(line[at : at + room], False)).rstrip()
             for rank, line in enumerate(lines)
         ]
     if len(blocks) > _MOST_BLOCKS:

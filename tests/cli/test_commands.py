@@ -176,8 +176,13 @@ class TestOptimise:
 class TestShow:
     NUMBERS = ("-r", "4", "-m", "8")
 
-    def test_colours_on_request(self, folder: Path) -> None:
-        assert "\x1b[" in ok("show", "1f1b", *self.NUMBERS, "--colour")
+    @pytest.mark.parametrize("command", ["show", "compare", "simulate"])
+    def test_colours_on_request(
+        self, folder: Path, command: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert "\x1b[" not in ok(command, "zbv", *self.NUMBERS)
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        assert "\x1b[" in ok(command, "zbv", *self.NUMBERS)
 
     @pytest.mark.parametrize(
         ("file", "beginning"),
@@ -214,13 +219,6 @@ class TestTheSameEverywhere:
         assert row_of_file["makespan"] == row["makespan"]
         assert f"makespan {row['makespan']:g}," in ok("show", "plan.csv", name)
 
-    @pytest.mark.parametrize("words", [("show", "1f1b"), ("compare", "1f1b", "zbv")])
-    def test_both_spellings(self, folder: Path, words: tuple[str, ...]) -> None:
-        assert "\x1b[" in ok(*words, "--color")
-        assert ok(*words, "--color") == ok(*words, "--colour")
-        assert ok(*words, "--no-color") == ok(*words)
-        assert "\x1b[" not in ok(*words)
-
     def test_shells_complete_schedules_and_files(self, folder: Path) -> None:
         (folder / "zigzag.csv").touch()
         (folder / "zebra.txt").touch()
@@ -243,13 +241,24 @@ class TestCompare:
 
     def test_all_schedules_for_one_model(self, folder: Path) -> None:
         data = json.loads(ok("compare", "-r", "4", "-m", "8", "--json"))
-        assert [row["schedule"] for row in data] == [n for n in names() if n != "forward_only"]
+        known = [name for name in names() if name != "forward_only"]
+        assert [row["schedule"] for row in data] == [*known, "optimised"]
         figures = {row["schedule"]: row for row in data}
         assert figures["1f1b"]["makespan"] == 33
         assert figures["interleaved_1f1b"]["makespan"] == 24 + 9 / 2
         assert figures["zbv"]["peak_memory"] == figures["1f1b"]["peak_memory"] == 4
         assert figures["v_half"]["peak_memory"] == 3
         assert figures["v_min"]["peak_memory"] == 2
+
+    def test_the_best_plan_in_the_memory_of_the_quickest(self, folder: Path) -> None:
+        times = ("--forward", "2", "--weight", "0.5", "--comm", "0.2")
+        data = json.loads(ok("compare", "v_half", "v_min", "1f1b", *times, "--json"))
+        *named, found = data
+        quickest = min(named, key=lambda row: row["makespan"])
+        assert found["schedule"] == "optimised"
+        assert found["makespan"] < quickest["makespan"]
+        assert found["peak_memory"] <= quickest["peak_memory"]
+        assert found["stages_per_rank"] == quickest["stages_per_rank"]
 
 
 class TestTimelines:

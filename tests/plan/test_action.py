@@ -35,6 +35,8 @@ def test_what_is_printed_is_read_back(action: Action | Overlap) -> None:
 def test_what_is_read_is_printed_back(text: str) -> None:
     try:
         printed = str(parse(text))
+    except PlanError:  # a pair of actions that cannot be one
+        return
     except ActionSyntaxError as error:
         printed, position = text, error.position
     else:
@@ -56,11 +58,10 @@ def test_what_is_read_is_printed_back(text: str) -> None:
         ("0UNSHARD3", 8, "the end"),
         ("٣F7", 0, "a stage number"),
         ("9" * 5000 + "F0", 18, "one of F, B, I, W"),
-        ("(3B0;0F1)OVERLAP_F_B", 2, "one of F"),
-        ("(0F1;3F0)OVERLAP_F_B", 6, "one of B, I"),
-        ("(0F1,3B0)OVERLAP_F_B", 4, "';'"),
-        ("(0F1;3B0)OVERLAP", 8, "')OVERLAP_F_B'"),
-        ("(0F1;3B0)OVERLAP_F_B2", 20, "the end"),
+        ("(0F1;3X0)OVERLAP_F_B", 6, "one of F"),
+        ("(0F1;3B0x)OVERLAP_F_B", 8, "the end"),
+        ("(0F1,3B0)OVERLAP_F_B", 0, "a pair such as (0F1;3B0)OVERLAP_F_B"),
+        ("(0F1;3B0)OVERLAP_F_B2", 0, "a pair such as"),
     ],
 )
 def test_a_mistake_is_pointed_at(text: str, position: int, expected: str) -> None:

@@ -7,6 +7,7 @@ import os
 import stat
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -31,23 +32,31 @@ from taktline.plan import (
     write,
     write_timeline,
 )
-from taktline.plan.io import from_csv, from_json, is_timeline, to_csv, to_json
+from taktline.plan.io import is_timeline, to_csv, to_json
 from tests.plan.peer import compute_order, lowered_order, make
 from tests.plan.strategies import any_plan, costs, shapes
 
 
+def from_text(text: str, name: str) -> Plan:
+    """The plan in a file with this text."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, name)
+        file.write_text(text, newline="")
+        return read(file)
+
+
 @given(any_plan())
 def test_json_keeps_everything(plan: Plan) -> None:
-    again = from_json(to_json(plan))
+    again = from_text(to_json(plan), "plan.json")
     assert again == plan
     assert again.name == plan.name
 
 
 @given(shapes())
 def test_csv_keeps_the_actions(plan: Plan) -> None:
-    assert from_csv(to_csv(plan)) == plan
+    assert from_text(to_csv(plan), "plan.csv") == plan
     lowered = lower(plan)
-    again = from_csv(to_csv(lowered))
+    again = from_text(to_csv(lowered), "plan.csv")
     assert [again[rank] for rank in range(plan.ranks)] == [
         lowered[rank] for rank in range(plan.ranks)
     ]
@@ -92,12 +101,14 @@ class TestTorchDialect:
 
     def test_waits_mean_nothing(self) -> None:
         text = "0F0,0SEND_F0,0RECV_B0,0B0, 0WAIT_SEND_F0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\r\n"
-        plan = from_csv(text + "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1REDUCE_GRAD\r\n")
+        plan = from_text(
+            text + "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1REDUCE_GRAD\r\n", "plan.csv"
+        )
         assert [str(action) for action in plan[0]] == [*text.split(",")[:4], "0REDUCE_GRAD"]
         assert validate(plan) == ()
 
     def test_idle_cells_mean_nothing(self) -> None:
-        plan = from_csv("0F0,,0B0\r\n,1F0, 1B0 \r\n\r\n")
+        plan = from_text("0F0,,0B0\r\n,1F0, 1B0 \r\n\r\n", "plan.csv")
         assert [str(action) for action in plan[1]] == ["1F0", "1B0"]
 
 
@@ -138,7 +149,7 @@ def test_mistakes_in_csv(
         ({"version": 2}, "has version 2 of the format, but this program reads version 1"),
         ({"version": [[]] * 1000}, "has version [[], [], "),
         ({"ranks": [[]] * 100_000}, "ranks must be a whole number from 1 to 65,536, not 100000"),
-        ({"placement": [0] * 2_000_000}, "of stages must be a whole number from 1 to 1,048,576"),
+        ({"placement": [0] * 1_050_000}, "of stages must be a whole number from 1 to 1,048,576"),
         ({"microbatches": 10**600}, "microbatches has more than 64 bits"),
         ({"microbatches": 10**10}, "from 1 to 2,147,483,647"),
         ({"microbatches": 0}, "microbatches must be a whole number from 1 "),
@@ -153,7 +164,7 @@ def test_mistakes_in_csv(
 )
 def test_mistakes_in_json(change: dict[str, object], message: str) -> None:
     with pytest.raises(PlanFileError) as caught:
-        from_json(json.dumps(GOOD | change), "plan.json")
+        from_text(json.dumps(GOOD | change), "plan.json")
     assert message in str(caught.value)
 
 
@@ -168,8 +179,8 @@ def test_mistakes_in_json(change: dict[str, object], message: str) -> None:
     ],
 )
 def test_mistakes_in_the_text_of_json(text: str, message: str) -> None:
-    with pytest.raises(PlanFileError, match=rf"^plan\.json.*{message}"):
-        from_json(text, "plan.json")
+    with pytest.raises(PlanFileError, match=rf"plan\.json.*{message}"):
+        from_text(text, "plan.json")
 
 
 @pytest.mark.parametrize("path", [None, 7, b"plan.csv", "a\0.csv", "\ud800.json"])
@@ -189,7 +200,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
     listed = sorted(os.listdir(tmp_path))
     for function, name, message in (
-        (read_costs, "costs.json", "costs: forward must be a number from 0 up"),
+        (read_costs, "costs.json", "forward must be a number from 0 up"),
         (read, "plan.csv", r"not a text in UTF-8 \(byte 3\)"),
         (read, "plan.txt", r"ends in \.csv or \.json"),
         (read, "none.csv", "cannot be read: No such file"),
@@ -203,9 +214,9 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_named_after_any_file() -> None:
-    plan = from_csv("0F0,0B0", os.fsdecode(b"plan \xff.csv"))
+    plan = from_text("0F0,0B0", os.fsdecode(b"plan \xff.csv"))
     assert plan.name == "plan �"
-    assert from_json(to_json(plan)).name == plan.name
+    assert from_text(to_json(plan), "plan.json").name == plan.name
 
 
 class TestWriting:

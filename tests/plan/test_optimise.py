@@ -248,6 +248,17 @@ def test_measured_costs(placement: Any, costs: Costs, memory: int, bubble: float
     assert timeline.bubble("span") <= bubble
 
 
+@pytest.mark.slow
+def test_a_large_plan_is_unrolled_from_a_small_one() -> None:
+    """Also from V-Half, whose own plan for so many micro-batches takes long to make."""
+    named = build("v_half", ranks=16, microbatches=320)
+    limit = float(peak_memory(named, HALVES).max())
+    plan = optimise(HALVES, placement=named.placement, microbatches=320, memory=limit, rounds=0)
+    timeline = simulate(plan, HALVES)
+    assert timeline.peak_memory.max() <= limit
+    assert timeline.cost("span") <= simulate(named, HALVES).cost("span") + 1e-6
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_unit_costs(row: dict[str, str]) -> None:
     """Almost as good as what others have found, in a moment; the benchmark takes its time."""

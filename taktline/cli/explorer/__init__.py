@@ -7,15 +7,17 @@ scripts draw them. The result is one file that loads nothing else.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from taktline.cli.options import OUTPUT, Times, complete_name
+from taktline.cli.options import OUTPUT, Times, complete_name, optimised
 from taktline.errors import ArgumentError
 from taktline.plan import find, names
 from taktline.plan.io import write_text
@@ -65,8 +67,8 @@ def explore(
     typer.echo(f"{output}: open it in a browser")
 
 
-def page(schedules: list[str] | None = None, **settings: float | None) -> str:
-    """The page, with these schedules and settings at first.
+def page(schedules: list[str] | None = None, **settings: Any) -> str:
+    """The page, with these schedules and settings at first, and the best plan found for these.
 
     >>> page(["zbv"], ranks=8)[:15]
     '<!doctype html>'
@@ -74,19 +76,32 @@ def page(schedules: list[str] | None = None, **settings: float | None) -> str:
     chosen = [find(name).name for name in schedules or ("1f1b", "zbv")]
     if "forward_only" in chosen:
         raise ArgumentError("forward_only has no backward, and no bubble to compare")
+    known = [name for name in names() if name != "forward_only"]
+    shown = [_setting(name, settings.get(name)) for name in _SETTINGS]
     content: dict[str, Any] = {
-        "schedules": {name: find(name).summary for name in names() if name != "forward_only"},
+        "schedules": {name: find(name).summary for name in known},
         "open": [name for name in names() if find(name).stages_per_rank is None],
         "colours": {kind.name: colour for kind, colour in COLOURS.items()},
         "meanings": {kind.name: meaning for kind, meaning in MEANINGS.items()},
         "chosen": list(dict.fromkeys(chosen)),
-        "settings": [_setting(name, settings.get(name)) for name in _SETTINGS],
+        "settings": shown,
+        "found": _found(tuple(known), *(setting["value"] for setting in shown)),
     }
     put = {
         "data": json.dumps(content, separators=(",", ":")).replace("<", "\\u003c"),
         "script": "\n".join(map(_text, _SCRIPTS)),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: put[match[1]], _text("page.html"))
+
+
+@cache
+def _found(known: tuple[str, ...], ranks: int, each: int, many: int, *costs: float) -> Any:
+    """What the best plan has that is found; None if no schedule fits into the memory."""
+    *times, memory = costs
+    timelines = Times(ranks, each, many, *times).timelines(known, predict=False)
+    for best in optimised(timelines, memory or math.inf):
+        peak = float(best.peak_memory.max())
+        return {"bubble": best.bubble(), "makespan": best.makespan, "peak": peak}
 
 
 def _text(name: str) -> str:

@@ -98,6 +98,10 @@ function table() {
        `: the quickest${settings.memory ? " that fits" : ""}, with ${percent(choice[0].bubble)} bubble and ` +
        `${plain(choice[0].peak)} of memory.`]
     : [`No schedule keeps within ${settings.memory}: more ranks or smaller micro-batches need less.`]));
+  if (data.found && data.settings.every(({ name, value }) => settings[name] === value)) {
+    $("advice").append(` The best plan that was found for these settings: ${percent(data.found.bubble)} bubble, ` +
+      `makespan ${plain(data.found.makespan)}, ${plain(data.found.peak)} of memory.`);
+  }
 }
 
 function makeTable() {

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+from pathlib import Path
 from random import Random
 
 import taktline as tl
-from taktline.plan import Plan, names
-from taktline.plan.io import from_csv, from_json, to_csv, to_json
+from taktline.plan import Plan, names, read
+from taktline.plan.io import to_csv, to_json
 from tests.fuzz.mutate import spoil_json, spoil_text
 
 COSTS = tl.Costs(forward=2.0, link=tl.Link(latency=0.1, bandwidth=3.0), message_bytes=1.0)
+
+
+_ROOM = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
 def draw(random: Random) -> tuple[str, str]:
@@ -27,7 +33,15 @@ def draw(random: Random) -> tuple[str, str]:
 def try_(input: tuple[str, str]) -> None:
     """Read a plan, and use it as anybody would."""
     kind, text = input
-    use(from_csv(text) if kind == "csv" else from_json(text))
+    use(from_text(text, f"plan.{kind}"))
+
+
+def from_text(text: str, name: str) -> Plan:
+    """The plan in a file with this text."""
+    with tempfile.TemporaryDirectory(dir=_ROOM) as folder:
+        path = Path(folder, name)
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        return read(path)
 
 
 def a_plan(random: Random) -> Plan:
@@ -43,6 +57,6 @@ def use(plan: Plan) -> None:
     if tl.validate(plan):
         return
     tl.simulate(plan, COSTS).bubble()
-    again = from_json(to_json(tl.lower(plan)))
+    again = from_text(to_json(tl.lower(plan)), "plan.json")
     if plan.microbatches < 100:
         str(again)
