@@ -390,19 +390,43 @@ class _Multi(_Named):
 
 
 class ScheduleGPipe(_Single, plan="gpipe"):
-    """All forwards, then all backwards."""
+    """All forwards, then all backwards.
+
+    >>> print(build("gpipe", ranks=2, microbatches=2))
+    gpipe: 2 ranks × 1 stage, 2 micro-batches
+    rank 0 │ 0F0 0F1             0B0──── 0B1────
+    rank 1 │     1F0 1F1 1B0──── 1B1────
+    """
 
 
 class Schedule1F1B(_Single, plan="1f1b"):
-    """One forward, one backward in turn: at most as many micro-batches in flight as ranks."""
+    """One forward, one backward in turn: at most as many micro-batches in flight as ranks.
+
+    >>> print(build("1f1b", ranks=2, microbatches=2))
+    1f1b: 2 ranks × 1 stage, 2 micro-batches
+    rank 0 │ 0F0 0F1         0B0────     0B1────
+    rank 1 │     1F0 1B0──── 1F1 1B1────
+    """
 
 
 class ScheduleInterleaved1F1B(_Multi, plan="interleaved_1f1b"):
-    """1F1B over several stages per rank: a smaller bubble for more messages."""
+    """1F1B over several stages per rank: a smaller bubble for more messages.
+
+    >>> print(build("interleaved_1f1b", ranks=2, microbatches=2))
+    interleaved_1f1b: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1 2F0 2F1         2B0────     2B1──── 0B0──── 0B1────
+    rank 1 │     1F0 1F1 3F0 3B0──── 3F1 3B1──── 1B0──── 1B1────
+    """
 
 
 class ScheduleLoopedBFS(_Multi, plan="looped_bfs"):
-    """GPipe over several stages per rank: each stage runs all micro-batches before the next one."""
+    """GPipe over several stages per rank: each stage runs all micro-batches before the next one.
+
+    >>> print(build("looped_bfs", ranks=2, microbatches=2))
+    looped_bfs: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1 2F0 2F1             2B1──── 2B0──── 0B1──── 0B0────
+    rank 1 │     1F0 1F1 3F0 3F1 3B1──── 3B0──── 1B1──── 1B0────
+    """
 
     def __init__(
         self,
@@ -426,15 +450,33 @@ class ScheduleLoopedBFS(_Multi, plan="looped_bfs"):
 
 
 class ScheduleInterleavedZeroBubble(_Multi, plan="interleaved_zero_bubble"):
-    """Interleaved 1F1B whose weight gradients (W) fill the bubble."""
+    """Interleaved 1F1B whose weight gradients (W) fill the bubble.
+
+    >>> print(build("interleaved_zero_bubble", ranks=2, microbatches=2))
+    interleaved_zero_bubble: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1 2F0 2F1     2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
+    rank 1 │     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+    """
 
 
 class ScheduleZBVZeroBubble(_Multi, plan="zbv"):
-    """Two stages per rank in the shape of a V; weight gradients fill the bubble."""
+    """Two stages per rank in the shape of a V; weight gradients fill the bubble.
+
+    >>> print(build("zbv", ranks=2, microbatches=2))
+    zbv: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1     3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0     0I1 0W1
+    rank 1 │     1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
+    """
 
 
 class ScheduleDualPipeV(_Multi, plan="dualpipev"):
-    """Two stages per rank in the shape of a V; forwards run together with backwards."""
+    """Two stages per rank in the shape of a V; forwards run together with backwards.
+
+    >>> print(build("dualpipev", ranks=2, microbatches=2))
+    dualpipev: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1     3F0 3I0 3W0 3F1 3B1──── 0B0────         0B1────
+    rank 1 │     1F0 2F0 1F1 2F1 2B0──── 1B0──── 2B1──── 1B1────
+    """
 
 
 def get_schedule_class(schedule_name: str) -> type[_Single | _Multi]:

@@ -20,7 +20,7 @@ from taktline.cli.doctor import Report, check_devices, check_links, check_pipeli
 from taktline.cli.ranks import launch
 from taktline.errors import TransportError
 from taktline.train import Pipeline
-from taktline.train.verify import Difference, Verification
+from taktline.train.verify import Verification
 from tests import warm
 
 COMMAND = ("-m", "taktline", "doctor")
@@ -177,7 +177,7 @@ def test_a_link_that_is_slow() -> None:
 
 def test_a_pipeline_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report("gloo", [FACTS, FACTS])
-    found = Difference("gradient", 0, -1, 1, "1.0.weight", 0.5)
+    found = "the gradient of 1.0.weight (stage 1) differs by 0.5"
     monkeypatch.setattr(Pipeline, "verify", lambda *_, **__: Verification(9, found))
     check_pipeline(report, torch.device("cpu"))
     monkeypatch.setattr(Pipeline, "verify", Mock(side_effect=TransportError("rank 1 is gone")))
