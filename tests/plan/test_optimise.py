@@ -420,7 +420,6 @@ class TestBuild:
         ({"memory": 0.9}, ScheduleError, "no plan fits into memory 0.9 on rank 0"),
         ({"costs": 1}, CostError, "costs must be a Costs"),
         ({"solver": True}, ScheduleError, r"pip install 'taktline\[solve\]'"),
-        ({"second": 1}, ArgumentError, "did you mean 'seconds'"),
     ],
 )
 def test_bad_input(
