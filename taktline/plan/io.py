@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -40,7 +40,7 @@ _COLUMNS = ("start", "end", "arrival")
 _LEVELS = {level.name.lower(): level for level in Level}
 _PLAN = {
     **{"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str},
-    "costs": Either(None, {str: object}),
+    **{"costs": Either(None, {str: object}), "cuts": Either(None, [str])},
 }
 _TIMELINE = {
     **{"start": [[float]], "end": [[float]], "arrival": Either(None, [[float]]), "measured": bool},
@@ -70,8 +70,26 @@ def read_costs(path: str | os.PathLike[str]) -> Costs | None:
     return _costs(_fields(path), path) if _is_json(path) else None
 
 
-def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = None) -> None:
+def read_cuts(path: str | os.PathLike[str]) -> list[str] | None:
+    """The names of the submodules with which stages begin, if a JSON plan file has them.
+
+    >>> read_cuts("no-such-plan.json")
+    Traceback (most recent call last):
+    taktline.errors.PlanFileError: no-such-plan.json: cannot be read: No such file or directory
+    """
+    return _fields(_path(path))["cuts"]
+
+
+def write(
+    plan: Plan,
+    path: str | os.PathLike[str],
+    *,
+    costs: Costs | None = None,
+    cuts: Sequence[str] | None = None,
+) -> None:
     """Write a plan to a file, CSV or JSON by its ending: all of it or nothing.
+
+    ``cuts`` are the names of the submodules with which stages begin, for a JSON file.
 
     >>> from tempfile import TemporaryDirectory
     >>> from taktline.plan import build
@@ -84,7 +102,10 @@ def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = Non
     path = _path(path)
     if costs is not None and not _is_json(path):
         raise PlanFileError(path, "a CSV file cannot hold costs; use .json")
-    write_text(path, to_json(plan, costs) if _is_json(path) else to_csv(plan))
+    if cuts is not None and not _is_json(path):
+        raise PlanFileError(path, "a CSV file cannot hold cuts; use .json")
+    more = None if cuts is None else {"cuts": [*cuts]}
+    write_text(path, to_json(plan, costs, more) if _is_json(path) else to_csv(plan))
 
 
 def write_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:

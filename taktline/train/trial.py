@@ -1,0 +1,186 @@
+"""Steps on the real ranks before, or beside, training: traced for their costs, or timed."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from taktline.device import keep_generators
+from taktline.errors import LossError
+from taktline.plan import Placement, Plan, Timeline
+from taktline.plan.units import Units, measured, one_by_one
+from taktline.runtime import ScheduleFromPlan
+from taktline.runtime.introduction import together
+from taktline.runtime.microbatch import Batch, Cutter
+from taktline.split import materialise
+from taktline.split.steps import all_tensors, arguments_of
+from taktline.stage import PipelineStage
+from taktline.train.batches import on_device
+from taktline.train.ranks import Ranks
+from taktline.train.stage_table import StageNeeds
+from taktline.transport.exchange import share_floats
+
+_WARM, _TRACED, _TIMED = 2, 3, 5
+"""How many steps find memory, are traced, and are timed."""
+_ALONE = 3
+"""The micro-batches of a step in which one rank computes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The micro-batches of a step, and its loss."""
+
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[dict[str, Any]]
+    targets: Sequence[Any]
+    loss_fn: Callable[..., torch.Tensor]
+
+    @classmethod
+    def of(cls, given: Any, microbatches: int, device: torch.device, *, cut: bool) -> Batches:
+        """The example as each micro-batch; or cut into them, as a batch.
+
+        ``given`` has the example, its target, the loss function and how a batch is cut.
+        """
+        args, kwargs = on_device(arguments_of(given.example), device)
+        target = on_device(given.example_target, device)
+        loss = _loss(given.loss_fn, has_target=target is not None)
+        if not cut:
+            m = microbatches
+            return cls([args] * m, [kwargs] * m, [target] * m, loss)
+        batch = Batch(args, kwargs, target)
+        specs = (given.args_chunk_spec, given.kwargs_chunk_spec, given.target_chunk_spec)
+        batch.cutter = Cutter(microbatches, *specs)
+        rows, args_mbs, kwargs_mbs = batch.cut()
+        targets = batch.targets(rows) or [None] * microbatches
+        return cls([*map(tuple, args_mbs)], [*map(dict, kwargs_mbs)], targets, loss)
+
+    def first(self, count: int) -> Batches:
+        """Fewer of them."""
+        parts = (self.args[:count], self.kwargs[:count], self.targets[:count])
+        return Batches(*parts, self.loss_fn)
+
+
+def _loss(loss_fn: Callable[..., torch.Tensor], *, has_target: bool) -> Callable[..., Any]:
+    """The loss of a step: that of training, or a plain mean where its target is not known."""
+
+    def loss(output: Any, target: Any) -> torch.Tensor:
+        if has_target:
+            return loss_fn(output, target)
+        found = [x for x in all_tensors(output) if x.requires_grad]
+        own = next((x for x in found if x.numel() == 1), None)
+        if own is None and not found:
+            raise LossError("the output for the example has no gradient: no step can be measured")
+        return torch.stack([x.float().mean() for x in found]).sum() if own is None else own
+
+    return loss
+
+
+@contextmanager
+def scheduled(
+    modules: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, batches: Batches
+) -> Iterator[tuple[ScheduleFromPlan, Callable[[], Any]]]:
+    """A schedule of a plan for the stages of this process, warm, and its step."""
+    count, device, group = plan.stages, ranks.device, ranks.group
+    stages = [PipelineStage(modules[s], s, count, device, group=group) for s in modules]
+    schedule = ScheduleFromPlan(stages, plan, batches.loss_fn)
+    if len(ranks.own) > 1:
+        schedule._runner.run_all_ranks(ranks.size)
+    schedule._runner.connect()
+    given = batches.first(plan.microbatches)
+
+    def step() -> None:
+        schedule.step(
+            arg_mbs=given.args,
+            kwarg_mbs=given.kwargs,
+            target_mbs=given.targets,
+            return_outputs=False,
+        )
+
+    with keep_generators([device]):
+        for _ in range(_WARM):
+            step()
+        yield schedule, step
+
+
+def traced(
+    modules: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, batches: Batches
+) -> list[Timeline]:
+    """The timelines of some steps; all ranks take part."""
+    with scheduled(modules, plan, ranks, batches) as (schedule, step):
+        with schedule.trace() as trace:
+            for _ in range(_TRACED):
+                step()
+        return trace.timelines
+
+
+def timed(modules: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, batches: Batches) -> float:
+    """The milliseconds of a step, on the slowest rank; all ranks take part."""
+    took: list[float] = []
+    with scheduled(modules, plan, ranks, batches) as (_, step):
+        for _ in range(_TIMED):
+            _wait(ranks)
+            begin = time.perf_counter()
+            step()
+            _wait(ranks)
+            took.append(1e3 * (time.perf_counter() - begin))
+    found = share_floats(ranks.transport, [median(took)], "the time of a step")
+    return max(each for (each,) in found)
+
+
+def _wait(ranks: Ranks) -> None:
+    """Until this rank has computed everything, and all others are here."""
+    if ranks.device.type != "cpu":
+        torch.get_device_module(ranks.device).synchronize(ranks.device)
+    ranks.transport.exchange([0], "the time of a step")
+
+
+def units_of(modules: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, batches: Batches) -> Units:
+    """The costs of the stages of a plan; each process has its own of them."""
+    alone: list[Timeline] = []
+    for split in (False, True):
+        fewer = one_by_one(plan.placement, min(_ALONE, plan.microbatches), split=split)
+        alone += traced(modules, fewer, ranks, batches)
+    steps = traced(modules, plan, ranks, batches)
+    return measured(alone, steps, local=ranks.in_one_process)
+
+
+def copies(
+    given: SimpleNamespace, stages: Sequence[nn.Module], placement: Placement, ranks: Ranks
+) -> dict[int, nn.Module]:
+    """Copies of the stages of this process on its device, prepared like those that will train."""
+    own = [stage for rank in ranks.own for stage in placement.stages_of(rank)]
+
+    def made() -> dict[int, nn.Module]:
+        found = dict(zip(own, copy.deepcopy([stages[s] for s in own]), strict=True))
+        for stage, module in found.items():
+            module.zero_grad()
+            found[stage] = materialise(module, ranks.device)
+            if given.prepare is not None:
+                found[stage] = given.prepare(found[stage], stage)
+        return found
+
+    return together(ranks, made)
+
+
+def weights_of(module: nn.Module) -> int:
+    """The bytes of the parameters and buffers of a stage."""
+    return sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
+
+
+def with_bytes(units: Units, weights: Sequence[int], needs: Sequence[StageNeeds] | None) -> Units:
+    """The same with what the stages hold, keep and send."""
+    units = replace(units, weights=np.array(weights, float))
+    if needs is None:
+        return units
+    keeps, sends = np.array([(need.keeps, need.sends) for need in needs], float).T
+    return replace(units, activation=keeps, sends=sends)
