@@ -14,9 +14,11 @@ import typer
 from taktline import plan as plans
 from taktline.cli.commands import figures, print_schedules
 from taktline.cli.options import OUTPUT, Colour, Json, Times, console, echo_json
+from taktline.errors import TaktlineError
 from taktline.plan import Costs, Placement, Timeline
 from taktline.plan.io import is_timeline
 from taktline.plan.portfolio import Progress, fitting
+from taktline.plan.timeline import By
 from taktline.plan.work import Work
 from taktline.text import counted
 
@@ -27,13 +29,14 @@ class Shape(StrEnum):
     linear = auto()
     v = auto()
     looped = auto()
+    any = auto()
 
 
 def optimise(
     *,
     times: Times,
     placement: Annotated[
-        Shape, typer.Option(help="One stage per rank, or several in a V or in a loop.")
+        Shape, typer.Option(help="One stage per rank, several in a V or a loop; or the best.")
     ] = Shape.linear,
     memory: Annotated[
         float | None,
@@ -62,30 +65,49 @@ def optimise(
 
     - `taktline optimise -r 8 -m 24 --memory 8 --forward 18.5 --backward 18.1 --weight 9.3`
     - `taktline optimise -r 8 -m 24 --placement v --memory 5 -o plan.json`
-    - `taktline optimise --costs measured.json --placement v --memory 8`
+    - `taktline optimise --costs measured.json --placement any --memory 8`
     """
     ranks, per_rank = times.ranks or 4, times.stages_per_rank or 2
-    shape = Placement.linear(ranks)
-    if placement is not Shape.linear:
-        shape = (Placement.v if placement is Shape.v else Placement.loop)(ranks, per_rank)
+    shapes = {
+        Shape.linear: Placement.linear(ranks),
+        Shape.v: Placement.v(ranks, per_rank),
+        Shape.looped: Placement.loop(ranks, per_rank),
+    }
+    tried = list(shapes.values()) if placement is Shape.any else [shapes[placement]]
     known = _known(costs)
-    # Times are shared by the stages of a rank, as they are in any plan with this placement.
-    each = shape.stages // ranks
-    used = times.costs(
-        plans.build("forward_only", ranks=ranks, microbatches=1, stages_per_rank=each), known
-    )
     microbatches = times.microbatches or 8
-    with _progress() as progress:
-        found = plans.optimise(
-            used,
-            placement=shape,
-            microbatches=microbatches,
-            memory=memory,
-            seconds=seconds,
-            seed=seed,
-            by="makespan" if makespan else "span",
-            progress=progress,
-        )
+    by: By = "makespan" if makespan else "span"
+    best: tuple[float, Placement, Costs, plans.Plan] | None = None
+    refused: TaktlineError | None = None
+    for shape in tried:
+        # Times are shared by the stages of a rank, as they are in any plan with this placement.
+        each = shape.stages // ranks
+        try:
+            used = times.costs(
+                plans.build("forward_only", ranks=ranks, microbatches=1, stages_per_rank=each),
+                known,
+            )
+            with _progress() as progress:
+                found = plans.optimise(
+                    used,
+                    placement=shape,
+                    microbatches=microbatches,
+                    memory=memory,
+                    seconds=seconds / len(tried),
+                    seed=seed,
+                    by=by,
+                    progress=progress,
+                )
+        except TaktlineError as error:  # the costs are for another number of stages
+            refused = refused or error
+            continue
+        cost = plans.simulate(found, used).cost(by)
+        if best is None or cost < best[0]:
+            best = cost, shape, used, found
+    if best is None:
+        assert refused is not None
+        raise refused
+    _, shape, used, found = best
     if output is not None:
         plans.write(found, output, costs=used if output.suffix == ".json" else None)
         typer.echo(
@@ -95,13 +117,13 @@ def optimise(
     work = Work.of(used, shape, microbatches, [limit] * ranks)
     named = [plan for plan in fitting(work, used) if plan != found]
     timelines = [plans.simulate(plan, used) for plan in (*named, found)]
-    best = plans.bound(used, placement=shape, microbatches=microbatches, memory=memory)
+    least = plans.bound(used, placement=shape, microbatches=microbatches, memory=memory)
     if json:
-        bounds = {"makespan": best.makespan, "span": best.span, "proven": best.proven}
+        bounds = {"makespan": least.makespan, "span": least.span, "proven": least.proven}
         echo_json({"bound": bounds, "plans": figures(timelines)})
         return
     print_schedules(figures(timelines), used.unit, console(colour))
-    typer.echo(_verdict(timelines[-1], best))
+    typer.echo(_verdict(timelines[-1], least))
 
 
 def _verdict(timeline: Timeline, best: plans.Bound) -> str:

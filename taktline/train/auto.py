@@ -28,14 +28,14 @@ from taktline.train.stage_table import measure
 from taktline.train.trial import Batches, copies, timed, traced, units_of, weights_of, with_bytes
 
 _FINALISTS = 3
-"""So many plans are tried on the ranks, beside 1F1B."""
+"""So many plans are timed on the ranks, beside the best of each placement and 1F1B."""
 _CLOSE = 1.15
 """By how much longer than the best a finalist may be predicted to take."""
 _MEASURED = 4
 """Micro-batches for each rank in a measured step, at most."""
 _SHARE = 0.9
 """Of the memory of a GPU, for training."""
-_SECONDS = 20.0
+_SECONDS = 10.0
 _ROW = (str, [int], float, float, float, float)
 
 
@@ -195,11 +195,12 @@ def tried(
 ) -> list[Candidate]:
     """The candidates in a new order: those first that were quick on these ranks.
 
-    The best few are timed, and the plan of a name.
+    The best few are timed, the best of each placement, and the plan of a name.
     """
-    best = [each for each in found[:_FINALISTS] if each.time <= _CLOSE * found[0].time]
-    known = [each for each in found if each.plan.name == also and each not in best]
-    finalists = [*best, *known[:1]]
+    firsts = {each.plan.placement: each for each in reversed(found)}.values()
+    best = [each for each in found if each in (*found[:_FINALISTS], *firsts)]
+    finalists = [each for each in best if each.time <= _CLOSE * found[0].time]
+    finalists += [each for each in found if each.plan.name == also and each not in finalists][:1]
     mine = [time(each) for each in finalists]
     everyone = ranks.processes.everywhere(lambda: mine, "time a plan", BUILDING)
     rest = [each for each in found if each not in finalists]

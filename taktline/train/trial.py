@@ -125,16 +125,19 @@ def traced(
 
 def timed(modules: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, batches: Batches) -> float:
     """The milliseconds of a step, on the slowest rank; all ranks take part."""
-    took: list[float] = []
     with scheduled(modules, plan, ranks, batches) as (_, step):
-        for _ in range(_TIMED):
-            _wait(ranks)
-            begin = time.perf_counter()
-            step()
-            _wait(ranks)
-            took.append(1e3 * (time.perf_counter() - begin))
+        took = [waited(step, ranks) for _ in range(_TIMED)]
     found = share_floats(ranks.transport, [median(took)], "the time of a step")
     return max(each for (each,) in found)
+
+
+def waited(step: Callable[[], object], ranks: Ranks) -> float:
+    """The milliseconds of a step until all ranks have computed it."""
+    _wait(ranks)
+    begin = time.perf_counter()
+    step()
+    _wait(ranks)
+    return 1e3 * (time.perf_counter() - begin)
 
 
 def _wait(ranks: Ranks) -> None:
