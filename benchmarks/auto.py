@@ -37,8 +37,8 @@ ROWS = 2
 
 def measure(rank: int, count: int, backend: str, microbatches: int, seconds: float) -> None:
     """Print a line for each schedule, the quickest first."""
-    device = "cuda" if backend == "nccl" else "cpu"
-    mesh = init_device_mesh(device, (count,), mesh_dim_names=("pp",))
+    device = torch.empty(0, device="cuda" if backend == "nccl" else "cpu").device
+    mesh = init_device_mesh(device.type, (count,), mesh_dim_names=("pp",))
     sizes = SIZES[backend]
     generator = torch.Generator().manual_seed(0)
     shape = (ROWS * microbatches, sizes["length"] + 1)
@@ -49,7 +49,7 @@ def measure(rank: int, count: int, backend: str, microbatches: int, seconds: flo
         "microbatches": microbatches,
         "loss_fn": surprise,
         "mesh": mesh,
-        "device": torch.device(device, torch.cuda.current_device()) if device == "cuda" else "cpu",
+        "device": device,
     }
     begin = time.perf_counter()
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ class Model:
 
     def __init__(self, count: int, backend: str) -> None:
         self.width, self.rows, self.blocks = SIZES[backend]
-        self.device = torch.device("cuda" if backend == "nccl" else "cpu")
+        self.device = torch.empty(0, device="cuda" if backend == "nccl" else "cpu").device
         self.count = count
         self._made: dict[int, nn.Module] = {}
 

@@ -201,7 +201,7 @@ def described(found: Sequence[Candidate], units: Units, limits: Sequence[float] 
     basis = "counted operations" if not units.unit else "costs measured on these ranks"
     how = "measured to be" if best.measured is not None else "predicted to be"
     room = "" if limits is None else f" within {size_text(min(limits))} a rank"
-    cores = "" if units.cores == math.inf else f", which share {units.cores:.2g} cores"
+    cores = "" if units.cores == math.inf else f", {units.cores:.2g} of which compute at a time"
     least = min(each.least for each in found)
     return (
         f"chosen: {best.plan.name}, {how} the quickest of {counted(len(found), 'plan')}{room} "

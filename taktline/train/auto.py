@@ -80,11 +80,12 @@ def choose(given: SimpleNamespace, ranks: Ranks) -> str:
     batches: dict[int, Batches] = {}
     units = None
     per_rank = (1, 2) if given.stages_per_rank is None else (given.stages_per_rank,)
-    for m in [given.microbatches] if not whole else _numbers(given, ranks):
+    numbers = together(ranks, lambda: _numbers(given, ranks) if whole else [given.microbatches])
+    for m in numbers:
         batches[m] = together(ranks, lambda m=m: Batches.of(given, m, ranks.device, cut=whole))
         units = _units(given, fine, ranks, batches[m])
         search = lambda m=m, u=units: candidates(  # noqa: E731
-            u, ranks.size, m, per_rank=per_rank, memory=limits, seconds=_SECONDS
+            u, ranks.size, m, per_rank=per_rank, memory=limits, seconds=_SECONDS / len(numbers)
         )
         found += shared(search, ranks)
     assert units is not None

@@ -312,8 +312,11 @@ def replan(built: Built, target: Any, memory: Any) -> Built:
         old, table = built.schedule, replace(built.table, plan=plan)
         found = Built(ranks, plan, built.model, table, built.example, built.options)
         found.choice, found.starts, found.schedule.steps = text, built.starts, old.steps
-        found.schedule._runner.stepped_at = old._runner.stepped_at
-        found.schedule._runner.connect()
+        runner, before = found.schedule._runner, old._runner
+        runner.stepped_at, runner.stall_after = before.stepped_at, before.stall_after
+        if runner._random is not None and before._random is not None:
+            runner._random.set_states(before._random.states())
+        runner.connect()
     return found
 
 
