@@ -96,13 +96,13 @@ def measure(rank: int, count: int, backend: str, turns: int, seconds: float) -> 
     data = batches(model)
     bounds = tuple(range(0, 2 * count + 1, 2))
     single = tuple(range(2 * count + 1))
-    fine = contiguous(count, bounds, MICROBATCHES, split=False)
+    fine = contiguous(count, bounds, MICROBATCHES)
     units = units_of(model.stages(single, fine, rank), fine, ranks, data)
     plain = tl.build("1f1b", ranks=count, microbatches=MICROBATCHES)
     whole = traced(model.stages(bounds, plain, rank), plain, ranks, data)
     units = with_overhead(units, whole, bounds)
-    sizes = [4.0 * model.rows * model.width] * len(units)
-    units = replace(units, sends=np.array(sizes))
+    size = 4.0 * model.rows * model.width
+    units = replace(units, sizes=np.array([[0.0], [0.0], [size]]))
     predictions: dict[str, float] = {}
     steps: dict[str, Callable[[], object]] = {}
     with ExitStack() as stack:

@@ -70,13 +70,18 @@ def candidates(
     """
     placements = list(_placements(ranks, per_rank)) if placement is None else [placement]
     placements = [each for each in placements if each.stages <= len(units)]
+    if not placements:
+        raise ScheduleError(
+            f"the model can be cut into {counted(len(units), 'stage')}, too few for "
+            f"stages_per_rank={min(per_rank)} on {counted(ranks, 'rank')}; pass less"
+        )
     limits = [math.inf] * ranks if memory is None else list(memory)
     needs: list[tuple[float, int, Placement]] = []
     found: list[Candidate] = []
     for each in placements:
         bounds = tuple(range(len(units) + 1)) if placement else cut(units, each, limits)
-        held = _by_rank(each, TRAINING * units.of("weights", bounds))
-        first = _by_rank(each, units.of("activation", bounds))
+        first, weights = (_by_rank(each, part) for part in units.held(bounds))
+        held = TRAINING * weights
         lack = held + first - limits
         if (lack > 0).any():
             worst = int(lack.argmax())
@@ -152,17 +157,18 @@ def cut(units: Units, placement: Placement, limits: Sequence[float]) -> tuple[in
     (0, 2, 4, 7, 8)
     """
     time = units.times[:2].sum(0)
-    weights = TRAINING * units.of("weights", range(len(units) + 1))
-    need = weights + units.of("activation", range(len(units) + 1))
+    keeps, weights = units.held(range(len(units) + 1))
+    need = TRAINING * weights + keeps
     rank_of, ends = np.array(placement.rank_of), [0.0]
     sums = [np.concatenate([ends, np.cumsum(each)]) for each in (time, need)]
     mean = max(float(time.sum()) / placement.ranks, 1e-9)
 
-    def score(bounds: Sequence[int]) -> tuple[float, float]:
+    def score(bounds: Sequence[int]) -> tuple[float, float, float]:
         busy, used = (
             np.bincount(rank_of, np.diff(each[np.array(bounds)]), placement.ranks) for each in sums
         )
-        return float(np.maximum(used - limits, 0.0).sum()), float(((busy / mean) ** 8).sum())
+        lack = np.maximum(used - limits, 0.0)
+        return float(lack.max()), float(lack.sum()), float(((busy / mean) ** 8).sum())
 
     best: list[int] = [*balance(time.tolist(), placement.stages).bounds]
     least, better = score(best), True

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from taktline.plan.action import Kind
+from taktline.plan.action import Action, Kind
 from taktline.plan.costs import Costs, Link
 from taktline.plan.plan import Placement, Plan
 from taktline.plan.registry import find
@@ -32,12 +32,8 @@ class Units:
 
     times: FloatArray
     """Of F, B, I and W, a row each."""
-    activation: FloatArray | None = None
-    """The bytes that a forward keeps for its backward."""
-    weights: FloatArray | None = None
-    """The bytes of the parameters and buffers."""
-    sends: FloatArray | None = None
-    """The bytes that go to the next unit."""
+    sizes: FloatArray = field(default_factory=lambda: np.zeros((3, 1)))
+    """Bytes: what a forward keeps for its backward, weights, and what goes to the next unit."""
     overhead: tuple[float, ...] = (0.0,) * len(KINDS)
     """What an action costs beside its work: saved for each two units in one stage."""
     send: float = 0.0
@@ -51,10 +47,10 @@ class Units:
     def __len__(self) -> int:
         return self.times.shape[1]
 
-    def of(self, name: str, bounds: Sequence[int]) -> FloatArray:
-        """The sum over the units of each stage of one of the bytes; 0 if it is not known."""
-        each = getattr(self, name)
-        return np.add.reduceat(np.zeros(len(self)) if each is None else each, bounds[:-1])
+    def held(self, bounds: Sequence[int]) -> FloatArray:
+        """For each stage the bytes that a forward keeps for its backward, and its weights."""
+        sizes = np.broadcast_to(self.sizes, (3, len(self)))
+        return np.add.reduceat(sizes[:2], bounds[:-1], axis=1)
 
     def costs(self, bounds: Sequence[int], placement: Placement) -> Costs:
         """The costs of stages: units ``bounds[s]`` up to ``bounds[s + 1]`` in stage s."""
@@ -65,9 +61,8 @@ class Units:
         sent = self.send * np.array([np.append(away, False), np.append(False, away)])
         times[_F] += sent[0]
         times[[_B, _I]] += sent[1]
-        sizes = np.zeros(len(self)) if self.sends is None else self.sends
-        flight = max(0.0, self.flight - self.send)
-        size = float(np.median(sizes[:-1])) if len(self) > 1 else 0.0
+        sizes = np.broadcast_to(self.sizes[2], len(self))[np.array(bounds[1:]) - 1]
+        flight, size = max(0.0, self.flight - self.send), float(np.median(sizes))
         occupies = size >= _LARGE and flight > 0
         forward, backward, inputs, weights = (tuple(row) for row in times.tolist())
         return Costs(
@@ -76,72 +71,63 @@ class Units:
             backward_input=inputs,
             backward_weight=weights,
             link=Link(bandwidth=size / flight) if occupies else Link(latency=flight),
-            message_bytes=tuple(sizes[np.array(bounds[1:]) - 1].tolist()) if occupies else 0.0,
-            activation=tuple(self.of("activation", bounds).tolist()),
+            message_bytes=tuple(sizes.tolist()) if occupies else 0.0,
+            activation=tuple(self.held(bounds)[0].tolist()),
             unit=self.unit,
         )
 
 
-def contiguous(ranks: int, bounds: Sequence[int], microbatches: int, *, split: bool) -> Plan:
-    """1F1B in which stage s consists of units, each an action of its own; to measure them.
+def contiguous(ranks: int, bounds: Sequence[int], microbatches: int) -> Plan:
+    """1F1B in which the stage of a rank is several units, each an action of its own.
 
-    >>> plan = contiguous(2, (0, 1, 3), 1, split=True)
-    >>> print(*plan[1])
-    1F0 2F0 2I0 1I0 2W0 1W0
+    >>> print(*contiguous(2, (0, 1, 3), 1)[1])
+    1F0 2F0 2B0 1B0
     """
     plan = find("1f1b").build(ranks, microbatches)
     rows: list[Rows] = []
     for rank in range(ranks):
-        units = np.arange(bounds[rank], bounds[rank + 1])
-        backward = [(_I, units[::-1]), (_W, units[::-1])] if split else [(_B, units[::-1])]
-        each = {Kind.F: [(Kind.F, units)], Kind.B: backward}
-        mine = plan.rows_of(rank)
-        rows.append(
-            Rows.concatenate(
-                [
-                    Rows.of(part, stages, number)
-                    for kind, number in zip(mine.kind, mine.microbatch, strict=True)
-                    for part, stages in each[Kind(kind)]
-                ]
-            )
-        )
+        mine, units = plan.rows_of(rank), np.arange(bounds[rank], bounds[rank + 1])
+        places = [units if kind == _F else units[::-1] for kind in mine.kind]
+        each = len(units)
+        numbers = np.repeat(mine.microbatch, each)
+        rows.append(Rows.of(np.repeat(mine.kind, each), np.concatenate(places), numbers))
     rank_of = np.repeat(np.arange(ranks), np.diff(bounds))
     return Plan(rows, Placement.custom(rank_of.tolist(), ranks), microbatches, name="1f1b")
 
 
-def one_by_one(placement: Placement, microbatches: int, *, split: bool) -> Plan:
+def one_by_one(placement: Placement, microbatches: int) -> Plan:
     """Each micro-batch after the one before, so that one rank computes at a time.
 
-    >>> print(*one_by_one(Placement.v(2), 1, split=False)[0])
-    0F0 3F0 3B0 0B0
+    The backward of every other one is split.
+
+    >>> print(*one_by_one(Placement.v(2), 2)[0])
+    0F0 3F0 3B0 0B0 0F1 3F1 3I1 3W1 0I1 0W1
     """
     rows: list[Rows] = []
     for rank in range(placement.ranks):
-        stages = np.array(placement.stages_of(rank), int)
-        back = np.repeat(stages[::-1], 1 + split)
-        kinds = [*[_F] * len(stages), *([_I, _W] if split else [_B]) * len(stages)]
-        both = np.tile(np.concatenate([stages, back]), microbatches)
-        numbers = np.repeat(np.arange(microbatches), len(kinds))
-        rows.append(Rows.of(np.tile(kinds, microbatches), both, numbers))
+        own = placement.stages_of(rank)
+        actions = [
+            Action(stage, kind, m)
+            for m in range(microbatches)
+            for kinds, stages in (([_F], own), ([_I, _W] if m % 2 else [_B], own[::-1]))
+            for stage in stages
+            for kind in kinds
+        ]
+        rows.append(Rows.from_actions(actions))
     return Plan(rows, placement, microbatches, name="one_by_one")
 
 
 def measured(
-    alone: Sequence[Timeline],
-    together: Sequence[Timeline],
-    *,
-    local: bool = False,
-    most_cores: float = math.inf,
+    alone: Sequence[Timeline], together: Sequence[Timeline], *, local: bool = False
 ) -> Units:
     """The costs of the stages in timelines of some steps.
 
-    ``alone`` has steps of :func:`one_by_one`, with whole backwards and with split ones, and
-    ``together`` steps in which the ranks compute at the same time. If actions take longer there,
-    the ranks share cores. ``local`` ranks run in one thread, so only their actions count.
+    ``alone`` has steps of :func:`one_by_one`, and ``together`` steps in which the ranks compute at
+    the same time. If actions take longer there, the ranks share cores. ``local`` ranks run in one
+    thread, so only their actions count.
     """
     single = _of_steps(alone, math.inf, local)
-    ranks = together[0].plan.ranks
-    cores = math.inf if local else _cores(single, together, min(most_cores, ranks))
+    cores = math.inf if local else _cores(single, together)
     times = _of_steps(together, cores, local)
     # What was measured alone only is as much slower as the other backwards of its stage.
     pace = np.nanmean((times / np.maximum(single, 1e-9))[[_B, _I, _W]], axis=0)
@@ -169,7 +155,7 @@ def _of_steps(timelines: Sequence[Timeline], cores: float, local: bool) -> Float
     return known_medians(np.stack(tables), axis=0)
 
 
-def _cores(single: FloatArray, together: Sequence[Timeline], most: float) -> float:
+def _cores(single: FloatArray, together: Sequence[Timeline]) -> float:
     """With how many cores all actions have as much work together as alone; inf if no rank waits."""
 
     def slower(cores: float) -> float:
@@ -179,13 +165,13 @@ def _cores(single: FloatArray, together: Sequence[Timeline], most: float) -> flo
 
     if slower(math.inf) < _SLOWER:
         return math.inf
-    low, high = 1.0, float(most)
+    low, high = 1.0, float(together[0].plan.ranks)
     if slower(low) > 1:
         return low
     for _ in range(20):
         middle = (low + high) / 2
         low, high = (low, middle) if slower(middle) > 1 else (middle, high)
-    return low if low < together[0].plan.ranks else math.inf
+    return low
 
 
 _SLOWER = 1.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,8 @@ from taktline.split.auto import divide
 from taktline.stage.names import OPTION, unchanged
 from taktline.text import counted
 from taktline.train.ranks import Ranks
-from taktline.train.stage_table import measure
-from taktline.train.trial import Batches, copies, timed, traced, units_of, weights_of, with_bytes
+from taktline.train.stage_table import StageNeeds, measure
+from taktline.train.trial import Batches, copies, timed, traced, units_of, weights_of
 
 _FINALISTS = 3
 """So many plans are timed on the ranks, beside the best of each placement and 1F1B."""
@@ -130,7 +131,7 @@ def rechosen(built: Any, target: Any, memory: Any) -> tuple[Plan, str]:
             _REPLAN,
         )
         held = dict(pair for process in weights for pair in process)
-        units = with_bytes(units, [held[stage] for stage in range(plan.stages)], needs)
+        units = _with_sizes(units, [held[stage] for stage in range(plan.stages)], needs)
 
         def search() -> list[Candidate]:
             options: Any = {"memory": limits, "seconds": _SECONDS, "also": plan}
@@ -249,9 +250,9 @@ def _units(given: SimpleNamespace, fine: Pieces, ranks: Ranks, batches: Batches)
     if any(parameter.is_meta for parameter in given.model.parameters()):
         # A backward takes twice as long as a forward, each of its halves as long as one.
         counted_work = np.outer([1.0, 2.0, 1.0, 1.0], work)
-        return with_bytes(Units(counted_work), weights, needs)
+        return _with_sizes(Units(counted_work), weights, needs)
     bounds, m = balance(work, ranks.size).bounds, min(len(batches.args), _MEASURED * ranks.size)
-    plan = contiguous(ranks.size, bounds, m, split=False)
+    plan = contiguous(ranks.size, bounds, m)
     units = units_of(copies(given, fine, plan.placement, ranks), plan, ranks, batches)
     if not ranks.in_one_process:
         names = [fine.starts[at - 1] for at in bounds[1:-1]]
@@ -259,4 +260,11 @@ def _units(given: SimpleNamespace, fine: Pieces, ranks: Ranks, batches: Batches)
         made = copies(given, stages, Placement.linear(ranks.size), ranks)
         steps = traced(made, find("1f1b").build(ranks.size, m), ranks, batches)
         units = with_overhead(units, steps, bounds)
-    return with_bytes(units, weights, needs)
+    return _with_sizes(units, weights, needs)
+
+
+def _with_sizes(units: Units, weights: Sequence[int], needs: Sequence[StageNeeds] | None) -> Units:
+    """The same with the bytes that the units hold, keep and send, as far as they are known."""
+    each = [(0, 0)] * len(weights) if needs is None else [(x.keeps, x.sends) for x in needs]
+    keeps, sends = zip(*each, strict=True)
+    return replace(units, sizes=np.array([keeps, weights, sends], float))

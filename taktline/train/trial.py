@@ -6,12 +6,11 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,12 +26,11 @@ from taktline.split.steps import all_tensors, arguments_of
 from taktline.stage import PipelineStage
 from taktline.train.batches import on_device
 from taktline.train.ranks import Ranks
-from taktline.train.stage_table import StageNeeds
 from taktline.transport.exchange import share_floats
 
 _WARM, _TRACED, _TIMED = 2, 3, 5
 """How many steps find memory, are traced, and are timed."""
-_ALONE = 3
+_ALONE = 4
 """The micro-batches of a step in which one rank computes at a time."""
 
 
@@ -40,9 +38,9 @@ _ALONE = 3
 class Batches:
     """The micro-batches of a step, and its loss."""
 
-    args: Sequence[tuple[Any, ...]]
-    kwargs: Sequence[dict[str, Any]]
-    targets: Sequence[Any]
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    targets: list[Any]
     loss_fn: Callable[..., torch.Tensor]
 
     @classmethod
@@ -61,13 +59,14 @@ class Batches:
         specs = (given.args_chunk_spec, given.kwargs_chunk_spec, given.target_chunk_spec)
         batch.cutter = Cutter(microbatches, *specs)
         rows, args_mbs, kwargs_mbs = batch.cut()
-        targets = batch.targets(rows) or [None] * microbatches
+        targets = [*(batch.targets(rows) or [None] * microbatches)]
         return cls([*map(tuple, args_mbs)], [*map(dict, kwargs_mbs)], targets, loss)
 
-    def first(self, count: int) -> Batches:
-        """Fewer of them."""
-        parts = (self.args[:count], self.kwargs[:count], self.targets[:count])
-        return Batches(*parts, self.loss_fn)
+    def repeated(self, count: int) -> Batches:
+        """So many of them, the first ones again if there are fewer."""
+        places = [place % len(self.args) for place in range(count)]
+        args, kwargs = [self.args[at] for at in places], [self.kwargs[at] for at in places]
+        return Batches(args, kwargs, [self.targets[at] for at in places], self.loss_fn)
 
 
 def _loss(loss_fn: Callable[..., torch.Tensor], *, has_target: bool) -> Callable[..., Any]:
@@ -96,7 +95,7 @@ def scheduled(
     if len(ranks.own) > 1:
         schedule._runner.run_all_ranks(ranks.size)
     schedule._runner.connect()
-    given = batches.first(plan.microbatches)
+    given = batches.repeated(plan.microbatches)
 
     def step() -> None:
         schedule.step(
@@ -149,10 +148,7 @@ def _wait(ranks: Ranks) -> None:
 
 def units_of(modules: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, batches: Batches) -> Units:
     """The costs of the stages of a plan; each process has its own of them."""
-    alone: list[Timeline] = []
-    for split in (False, True):
-        fewer = one_by_one(plan.placement, min(_ALONE, plan.microbatches), split=split)
-        alone += traced(modules, fewer, ranks, batches)
+    alone = traced(modules, one_by_one(plan.placement, _ALONE), ranks, batches)
     steps = traced(modules, plan, ranks, batches)
     return measured(alone, steps, local=ranks.in_one_process)
 
@@ -178,12 +174,3 @@ def copies(
 def weights_of(module: nn.Module) -> int:
     """The bytes of the parameters and buffers of a stage."""
     return sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
-
-
-def with_bytes(units: Units, weights: Sequence[int], needs: Sequence[StageNeeds] | None) -> Units:
-    """The same with what the stages hold, keep and send."""
-    units = replace(units, weights=np.array(weights, float))
-    if needs is None:
-        return units
-    keeps, sends = np.array([(need.keeps, need.sends) for need in needs], float).T
-    return replace(units, activation=keeps, sends=sends)

@@ -26,20 +26,16 @@ def costs(times: FloatArray = TIMES, **others: float) -> Costs:
     return Costs(**names, backward=backward, unit="ms", **others)
 
 
-def steps(cores: float, microbatches: int = 6) -> tuple[list[Timeline], list[Timeline]]:
-    """What is measured: steps of single ranks, whole and split, and one of all together."""
-    plan = contiguous(2, BOUNDS, microbatches, split=False)
-    alone = [one_by_one(plan.placement, 2, split=split) for split in (False, True)]
-    return [predict(each, costs(), cores) for each in alone], [predict(plan, costs(), cores)]
+def steps(cores: float) -> tuple[list[Timeline], list[Timeline]]:
+    """What is measured: a step of single ranks, and one of all together."""
+    plan = contiguous(2, BOUNDS, 6)
+    # In a trace an I and its W run one after the other.
+    return [simulate(one_by_one(plan.placement, 4), costs())], [predict(plan, costs(), cores)]
 
 
 @pytest.mark.parametrize("cores", [math.inf, 1.0, 1.5])
 def test_costs_and_cores_are_found_again(cores: float) -> None:
-    alone, together = steps(cores)
-    # An I and its W run as one backward in a step, but one after the other in a trace.
-    split = one_by_one(alone[0].plan.placement, 2, split=True)
-    alone[1] = simulate(split, costs())
-    units = measured(alone, together)
+    units = measured(*steps(cores))
     assert units.cores == pytest.approx(cores, abs=1e-3)
     np.testing.assert_allclose(units.times, TIMES, rtol=1e-3)
     other = build("zb_h1", ranks=2, microbatches=5)
@@ -51,18 +47,16 @@ def test_costs_and_cores_are_found_again(cores: float) -> None:
 
 def test_what_an_action_costs_is_found_again() -> None:
     """A stage of two units costs less than both, as one action begins instead of two."""
-    alone, together = steps(math.inf)
-    alone[1] = simulate(one_by_one(alone[0].plan.placement, 2, split=True), costs())
     begun = np.array([[0.1], [0.3], [0.0], [0.0]])
     merged = np.add.reduceat(TIMES, BOUNDS[:-1], axis=1) - begun
     whole = simulate(build("1f1b", ranks=2, microbatches=4), costs(merged))
-    units = with_overhead(measured(alone, together), [whole], BOUNDS)
+    units = with_overhead(measured(*steps(math.inf)), [whole], BOUNDS)
     assert units.overhead == pytest.approx((0.1, 0.3, 0.15, 0.15))
     assert units.costs(BOUNDS, Placement.linear(2)).forward == pytest.approx(merged[0])
 
 
 def test_a_send_is_a_cost_where_the_next_stage_is_elsewhere() -> None:
-    units = Units(TIMES, send=0.5, flight=2.0, sends=np.array([1e6] * 4))
+    units = Units(TIMES, send=0.5, flight=2.0, sizes=np.array([[0.0], [0.0], [1e6]]))
     found = units.costs(range(5), Placement.v(2))
     assert found.forward == (1.5, 2.0, 3.5, 1.0)
     assert found.backward_input == (1.2, 3.5, 3.0, 1.5)
@@ -113,7 +107,7 @@ def test_an_uneven_model() -> None:
     """The best plan is ahead of 1F1B, is valid, and keeps within the memory."""
     times = np.array([[0.1, *[1.0] * 8, 4.0]])
     times = np.concatenate([times, 2.2 * times, 1.1 * times, 1.1 * times])
-    units = Units(times, activation=np.full(10, 5.0), weights=np.full(10, 2.0), unit="ms")
+    units = Units(times, sizes=np.array([[5.0], [2.0], [0.0]]), unit="ms")
     free = candidates(units, 4, 8, seconds=4)
     plain = next(each for each in free if each.plan.name == "1f1b")
     assert free[0].time < plain.time
@@ -124,7 +118,7 @@ def test_an_uneven_model() -> None:
     for each in found:
         assert not validate(each.plan)
         known = units.costs(each.bounds, each.plan.placement)
-        held = TRAINING * units.of("weights", each.bounds)
+        held = TRAINING * units.held(each.bounds)[1]
         held = np.bincount(each.plan.placement.rank_of, held)
         assert (held + peak_memory(each.plan, known)).max() == each.memory <= 100
     text = described(with_measured(found, [9.0, 8.0]), units, limits)
@@ -135,7 +129,7 @@ def test_an_uneven_model() -> None:
 
 def test_too_little_memory() -> None:
     """The error names what would be enough."""
-    units = Units(np.ones((4, 8)), activation=np.full(8, 512.0), weights=np.full(8, 128.0))
+    units = Units(np.ones((4, 8)), sizes=np.array([[512.0], [128.0], [0.0]]))
     with pytest.raises(ScheduleError) as raised:
         candidates(units, 4, 8, memory=[1000.0] * 4, seconds=1)
     assert str(raised.value) == (

@@ -156,6 +156,7 @@ def test_replan_keeps_training() -> None:
         ({"schedule": "1f1b"}, ScheduleError, 'example_target is for schedule="auto"'),
         ({"schedule": "1f1b", "memory": 1, "example_target": None}, ScheduleError, "memory is for"),
         ({"microbatches": None, "ranks": 3}, ScheduleError, "2 rows does not divide evenly into 3"),
+        ({"stages_per_rank": 9}, ScheduleError, "too few for stages_per_rank=9 on 2 ranks"),
         ({"ranks": 40}, tl.TaktlineError, "LM cannot be cut into 40 stages"),
     ],
 )
