@@ -158,7 +158,7 @@ def show(
     noise = median(spreads)
     print(
         f"median error {median(errors):.1%}, largest {max(errors):.1%}, {len(errors)} schedules; "
-        f"noise floor {noise:.1%}, largest {max(spreads):.1%}; {len(took)} steps each"
+        f"noise floor {noise:.1%}, largest {max(spreads):.1%}; {len(times['1f1b'])} steps each"
     )
     if noise > LIMIT:
         print(f"this machine is too noisy to say: its noise is more than {LIMIT:.0%}")

@@ -20,10 +20,10 @@ TIMES = np.array([[1.0, 2, 3, 1], [2.0, 5, 6, 2], [1.2, 3, 3, 1], [1.0, 2.5, 3, 
 BOUNDS = (0, 2, 4)
 
 
-def costs(times: FloatArray = TIMES, **others: float) -> Costs:
+def costs(times: FloatArray = TIMES) -> Costs:
     forward, backward, inputs, weights = map(tuple, times.tolist())
     names = {"forward": forward, "backward_input": inputs, "backward_weight": weights}
-    return Costs(**names, backward=backward, unit="ms", **others)
+    return Costs(**names, backward=backward, unit="ms")
 
 
 def steps(cores: float) -> tuple[list[Timeline], list[Timeline]]:

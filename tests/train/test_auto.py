@@ -29,8 +29,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pipeline(model: Any = None, **options: Any) -> tl.Pipeline:
     usual: dict[str, Any] = {"schedule": "auto", "microbatches": PARTS, "loss_fn": loss_fn}
-    usual |= PART if "ranks" in options or "example" not in options else {}
-    return tl.Pipeline(LM() if model is None else model, **({"ranks": 2} | usual | options))
+    usual |= {"ranks": 2, **PART, **options}
+    return tl.Pipeline(LM() if model is None else model, **usual)
 
 
 def gradients(order: list[int]) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ def test_replan_keeps_training() -> None:
 )
 def test_mistakes(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as raised:
-        pipeline(**({"ranks": 2} | options))
+        pipeline(**options)
     assert text in str(raised.value)
 
 
