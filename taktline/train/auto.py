@@ -29,9 +29,9 @@ from taktline.train.stage_table import StageNeeds, measure
 from taktline.train.trial import Batches, copies, timed, traced, units_of, weights_of
 
 _FINALISTS = 3
-"""So many plans are timed on the ranks, beside the best of each placement and 1F1B."""
-_CLOSE = 1.15
-"""By how much longer than the best a finalist may be predicted to take."""
+"""So many plans of a kind are timed on the ranks."""
+_CLOSE, _ALIKE = 1.15, 1.03
+"""By how much longer than the best a finalist may be predicted to take; less is no difference."""
 _MEASURED = 4
 """Micro-batches for each rank in a measured step, at most."""
 _SHARE = 0.9
@@ -197,10 +197,13 @@ def tried(
 ) -> list[Candidate]:
     """The candidates in a new order: those first that were quick on these ranks.
 
-    The best few are timed, the best of each placement, and the plan of a name.
+    The best few are timed, the best of each placement, the simplest of those that are predicted to
+    be as good, and the plan of a name.
     """
     firsts = {each.plan.placement: each for each in reversed(found)}.values()
-    best = [each for each in found if each in (*found[:_FINALISTS], *firsts)]
+    alike = [each for each in found if each.time <= _ALIKE * found[0].time]
+    simplest = sorted(alike, key=lambda each: len(each.plan))[:_FINALISTS]
+    best = [each for each in found if each in (*found[:_FINALISTS], *firsts, *simplest)]
     finalists = [each for each in best if each.time <= _CLOSE * found[0].time]
     finalists += [each for each in found if each.plan.name == also and each not in finalists][:1]
     mine = [time(each) for each in finalists]
