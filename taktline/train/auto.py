@@ -48,9 +48,6 @@ def is_auto(schedule: object) -> bool:
 def check_auto(given: SimpleNamespace) -> None:
     """Raise unless the arguments of a pipeline fit to its schedule, as far as one can see."""
     if not is_auto(given.schedule):
-        for name in ("memory", "example_target"):
-            if getattr(given, name) is not None:
-                raise ScheduleError(f'{name} is for schedule="auto"; leave it out, or pass that')
         return
     if not given.is_whole or given.cuts is not None or given.measure:
         raise ScheduleError(
@@ -106,21 +103,21 @@ def choose(given: SimpleNamespace, ranks: Ranks) -> str:
     best = found[0]
     if whole:
         first = batches[best.plan.microbatches]
-        given.example = (first.args[0], first.kwargs[0])
+        given.example, given.example_target = (first.args[0], first.kwargs[0]), first.targets[0]
     given.schedule, given.cuts = best.plan, [starts[at] for at in best.bounds[1:-1]]
     given.microbatches = given.stages_per_rank = None
     return described(found, units, limits)
 
 
-def rechosen(built: Any, target: Any, memory: Any) -> tuple[Plan, str]:
+def rechosen(built: Any) -> tuple[Plan, str]:
     """The best plan for the stages as they are, by steps of them that change nothing; and why.
 
     ``built`` is a pipeline that trains. All ranks choose the same.
     """
     ranks, plan, modules = built.ranks, built.plan, built.model.modules
-    given = SimpleNamespace(**built.options, example=built.example, example_target=target)
-    m = plan.microbatches
-    limits = together(ranks, lambda: _limits(memory, ranks.size)) or _of_gpu(ranks)
+    known = {"example": built.example, "example_target": built.example_target}
+    given, m = SimpleNamespace(**built.options, **known), plan.microbatches
+    limits = together(ranks, lambda: _limits(built.memory, ranks.size)) or _of_gpu(ranks)
     with unchanged(modules.values()):
         batches = together(ranks, lambda: Batches.of(given, m, ranks.device, cut=False))
         units = units_of(modules, plan, ranks, batches)

@@ -188,6 +188,7 @@ def build(given: SimpleNamespace) -> Built:
     options["seed"] = None if given.seed is None else given.seed + ranks.replica
     built = Built(ranks, plan, state, table, given.example, options)
     built.choice, built.starts = choice, given.starts
+    built.example_target, built.memory = given.example_target, given.memory
     with guarded(ranks.transport, BUILDING):
         built.schedule._runner.connect()
     return built
@@ -210,6 +211,9 @@ class Built:
     batch_dims: BatchDims = field(init=False)
     trains: bool = field(init=False)
     """Whether the plan has a backward."""
+    example_target: Any = None
+    memory: Any = None
+    """The bytes that ranks may use."""
     choice: str = ""
     """What ``schedule="auto"`` has chosen, and why."""
     starts: list[str] | None = None
@@ -294,7 +298,7 @@ class Built:
         return "\n".join(filter(None, map(str, parts)))
 
 
-def replan(built: Built, target: Any, memory: Any) -> Built:
+def replan(built: Built) -> Built:
     """The same pipeline with the best plan for its stages; all ranks take part."""
     ranks = built.ranks
     if ranks.mesh is not None and ranks.mesh.ndim > 1:
@@ -308,9 +312,10 @@ def replan(built: Built, target: Any, memory: Any) -> Built:
             "one micro-batch, when you make the pipeline, and a schedule with a backward"
         )
     with built.everywhere("replan()"):
-        plan, text = rechosen(built, target, memory)
+        plan, text = rechosen(built)
         old, table = built.schedule, replace(built.table, plan=plan)
         found = Built(ranks, plan, built.model, table, built.example, built.options)
+        found.example_target, found.memory = built.example_target, built.memory
         found.choice, found.starts, found.schedule.steps = text, built.starts, old.steps
         runner, before = found.schedule._runner, old._runner
         runner.stepped_at, runner.stall_after = before.stepped_at, before.stall_after

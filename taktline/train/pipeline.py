@@ -54,9 +54,10 @@ class Pipeline:
         schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class; or
             ``"auto"``, which measures steps of the example on the ranks, and chooses the plan, the
             cuts and, without ``microbatches``, their number: then the example is a whole batch.
-        example_target: the target of the example, so that "auto" measures the real loss.
-        memory: the bytes that a rank may use, or a number for each, when "auto" chooses; by default
-            90% of a GPU, and any on the CPU.
+        example_target: the target of the example, so that "auto" and :meth:`replan` measure the
+            real loss.
+        memory: the bytes that a rank may use, or a number for each, for a plan that is chosen; by
+            default 90% of a GPU, and any on the CPU.
         microbatches: the number of micro-batches; a batch with fewer rows has one for each row.
         loss_fn: returns the loss of an output and a target. Without one, the loss is the one
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
@@ -348,22 +349,15 @@ class Pipeline:
             trace.work = self._built.table.work
             yield trace
 
-    @known_keywords
-    def replan(
-        self, *, example_target: Any = None, memory: float | Sequence[float] | None = None
-    ) -> str:
+    def replan(self) -> str:
         """Measure steps of the example, and go on with the best plan for the stages as they are.
 
         Stages, parameters and gradients, and so the optimizer, stay as they are; so do the cuts
         and the number of micro-batches. Every rank calls it between steps. Returns why the plan
         was chosen, which ``print(pipe)`` shows from then on.
-
-        Args:
-            example_target: the target of the example, so that the loss is measured, too.
-            memory: as in ``Pipeline``.
         """
         with self._turn:
-            self._live = replan(self._built, example_target, memory)
+            self._live = replan(self._built)
         if self._preemption is not None:
             self._preemption.listen(self._live)
         return self._live.choice

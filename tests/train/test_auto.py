@@ -75,7 +75,7 @@ def test_the_file_runs_without_the_planner(tmp_path: Path, monkeypatch: pytest.M
     pipe = pipeline(stages_per_rank=2)
     pipe.write_plan(path)
     monkeypatch.setattr(auto, "candidates", None)
-    again = pipeline(schedule=path, example=(TOKENS[:2],), example_target=None)
+    again = pipeline(schedule=path, microbatches=None)
     assert again.plan == pipe.plan == read(path)
     assert [*again.stages] == [*pipe.stages]
     for stage, module in pipe.stages.items():
@@ -119,13 +119,13 @@ def test_a_model_with_its_own_loss() -> None:
 
 def test_replan_keeps_training() -> None:
     """Parameters, gradients, optimizer state, buffers and random numbers stay; so does the loss."""
-    pipe, other = (pipeline(schedule=name, example_target=None) for name in ("1f1b", "1f1b"))
+    pipe, other = (pipeline(schedule="1f1b") for _ in range(2))
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     pipe.step(TOKENS, target=TARGET)
     optimizer.step()
     kept = [(p, p.detach().clone(), p.grad) for p in pipe.parameters()]
     random = torch.get_rng_state()
-    text = pipe.replan(example_target=TARGET[:2])
+    text = pipe.replan()
     assert text.startswith(f"chosen: {pipe.plan.name}, ")
     assert text in str(pipe)
     assert torch.equal(torch.get_rng_state(), random)
@@ -153,8 +153,6 @@ def test_replan_keeps_training() -> None:
         ({"memory": -1}, ScheduleError, "memory must be a number of bytes above 0"),
         ({"memory": [1e9]}, ScheduleError, "memory is for 1 rank, but there are 2"),
         ({"memory": 1000}, ScheduleError, "no plan fits into memory=1000 B: the least is "),
-        ({"schedule": "1f1b"}, ScheduleError, 'example_target is for schedule="auto"'),
-        ({"schedule": "1f1b", "memory": 1, "example_target": None}, ScheduleError, "memory is for"),
         ({"microbatches": None, "ranks": 3}, ScheduleError, "2 rows does not divide evenly into 3"),
         ({"stages_per_rank": 9}, ScheduleError, "too few for stages_per_rank=9 on 2 ranks"),
         ({"ranks": 40}, tl.TaktlineError, "LM cannot be cut into 40 stages"),
@@ -220,9 +218,7 @@ def refused(rank: int, group: Any, what: str) -> str:
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
     options: dict[str, Any] = {"memory": 1000} if what == "memory" else {}
     if what == "schedule" and rank == 1:
-        options = {"schedule": "1f1b", "example_target": None}
-    if what == "example" and rank == 1:
-        options = {"example": (TOKENS[:2].float(),)}
+        options = {"schedule": "1f1b"}
     try:
         pipeline(mesh=mesh, ranks=None, **(PART | options))
     except tl.TaktlineError as error:
