@@ -13,14 +13,15 @@ import numpy as np
 from taktline.plan.action import Kind
 from taktline.plan.costs import Costs
 from taktline.plan.deps import channels, needs
-from taktline.plan.passes import merge_backward
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, Rows
 from taktline.plan.timeline import Timeline, simulate
 
 
 def predict(plan: Plan, costs: Costs, cores: float = math.inf) -> Timeline:
-    """The step as it runs: a W that follows its I is one backward, and no two actions overlap.
+    """The step as it runs: no two actions overlap, and an I with its W is one backward.
+
+    That is so where nothing lies between them, not even the message with the result of I.
 
     >>> from taktline.plan import build
     >>> plan = build("1f1b", ranks=2, microbatches=4)
@@ -32,8 +33,22 @@ def predict(plan: Plan, costs: Costs, cores: float = math.inf) -> Timeline:
     plain = [Rows.of(rows.kind, rows.stage, rows.microbatch) for rows in plain]
     plan = Plan(plain, plan.placement, plan.microbatches, name=plan.name)
     if costs.backward is not None:
-        plan = merge_backward(plan)
+        plan = _with_whole_backwards(plan)
     return simulate(plan, costs) if cores >= plan.ranks else _shared(plan, costs, cores)
+
+
+def _with_whole_backwards(plan: Plan) -> Plan:
+    """The plan with a B for each I that sends nothing, and is followed by its W."""
+    rows, sends = plan.rows, channels(plan) >= 0
+    same = (rows.stage[:-1] == rows.stage[1:]) & (rows.microbatch[:-1] == rows.microbatch[1:])
+    halves = (rows.kind[:-1] == Kind.I) & (rows.kind[1:] == Kind.W)
+    first = np.append(same & halves & ~sends[:-1], False)
+    kind, second = np.where(first, Kind.B, rows.kind), np.roll(first, 1)
+    rank = plan.rank_of_rows()
+    whole = [
+        Rows.of(kind, rows.stage, rows.microbatch)[~second & (rank == r)] for r in range(plan.ranks)
+    ]
+    return Plan(whole, plan.placement, plan.microbatches, name=plan.name)
 
 
 def _shared(plan: Plan, costs: Costs, cores: float) -> Timeline:

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from taktline.errors import ScheduleError
-from taktline.plan import Costs, Placement, Timeline, build, lower, peak_memory, simulate, validate
+from taktline.plan import (
+    Costs,
+    Placement,
+    Plan,
+    Timeline,
+    build,
+    lower,
+    peak_memory,
+    simulate,
+    validate,
+)
 from taktline.plan.candidates import TRAINING, candidates, cut, described, with_measured
 from taktline.plan.rows import FloatArray
 from taktline.plan.sharing import predict, work
@@ -76,6 +86,15 @@ def test_sharing_cores(name: str) -> None:
     assert work(single, 1).sum() == pytest.approx(total)
     almost = predict(plan, Costs(), 4 - 1e-9)
     np.testing.assert_allclose(almost.end, free.end, rtol=1e-6)
+
+
+def test_halves_are_one_backward_where_nothing_lies_between() -> None:
+    """Rank 1 sends what its I has found before its W runs; rank 0 sends nothing."""
+    plan = Plan.from_actions([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]])
+    timeline = predict(plan, Costs(backward_input=2.0, backward_weight=2.0, backward=3.0))
+    assert [str(a) for a in timeline.plan[0]] == ["0F0", "0B0"]
+    assert [str(a) for a in timeline.plan[1]] == ["1F0", "1I0", "1W0"]
+    assert timeline.makespan == 1 + 1 + 2 + 3
 
 
 def test_a_traced_plan_is_lowered() -> None:
