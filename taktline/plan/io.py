@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +32,7 @@ _FORMAT, _TIMELINE_FORMAT, _VERSION = "taktline-plan", "taktline-timeline", 1
 _LEVELS = {level.name.lower(): level for level in Level}
 _PLAN = {
     **{"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str},
-    "costs": Either(None, {str: object}),
+    **{"costs": Either(None, {str: object}), "cuts": Either(None, [str])},
 }
 _TIMELINE = {
     **{"start": [[float]], "end": [[float]], "arrival": Either(None, [[float]]), "measured": bool},
@@ -90,8 +90,27 @@ def is_timeline(path: str | os.PathLike[str]) -> bool:
         return fields["format"] == _TIMELINE_FORMAT
 
 
-def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = None) -> None:
+def read_cuts(path: str | os.PathLike[str]) -> list[str] | None:
+    """The names of the submodules with which stages begin, if a JSON plan file has them.
+
+    >>> read_cuts("no-such-plan.json")
+    Traceback (most recent call last):
+    taktline.errors.PlanFileError: no-such-plan.json: cannot be read: No such file or directory
+    """
+    with _fields_of(path, ".json") as fields:
+        return fields["cuts"]
+
+
+def write(
+    plan: Plan,
+    path: str | os.PathLike[str],
+    *,
+    costs: Costs | None = None,
+    cuts: Sequence[str] | None = None,
+) -> None:
     """Write a plan to a file, CSV or JSON by its ending: all of it or nothing.
+
+    ``cuts`` are the names of the submodules with which stages begin, for a JSON file.
 
     >>> from tempfile import TemporaryDirectory
     >>> from taktline.plan import build
@@ -103,11 +122,12 @@ def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = Non
     """
     path = _path(path)
     if _is_json(path):
-        write_text(path, to_json(plan, costs))
-    elif costs is None:
+        write_text(path, to_json(plan, costs, cuts))
+    elif costs is None and cuts is None:
         write_text(path, to_csv(plan))
     else:
-        raise PlanFileError(path, "a CSV file cannot hold costs; use .json")
+        what = "costs" if cuts is None else "cuts"
+        raise PlanFileError(path, f"a CSV file cannot hold {what}; use .json")
 
 
 def write_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
@@ -141,13 +161,20 @@ def to_csv(plan: Plan) -> str:
     return text.getvalue()
 
 
-def to_json(plan: Plan, costs: Costs | None = None) -> str:
+def to_json(plan: Plan, costs: Costs | None = None, cuts: Sequence[str] | None = None) -> str:
     """A plan as JSON text: a line for each field, and for each rank in a field that has ranks."""
-    return _text(_values(check("plan", plan, Plan), costs))
+    return _text(_values(check("plan", plan, Plan), costs, cuts))
 
 
-def _values(plan: Plan, costs: Costs | None) -> dict[str, Any]:
-    known = {} if costs is None else {"costs": check("costs", costs, Costs).to_dict()}
+def from_json(text: str) -> Plan:
+    """The plan in a JSON text."""
+    return _plan(_json_fields(text))
+
+
+def _values(plan: Plan, costs: Costs | None, cuts: Sequence[str] | None = None) -> dict[str, Any]:
+    known: dict[str, Any] = {} if cuts is None else {"cuts": [*cuts]}
+    if costs is not None:
+        known["costs"] = check("costs", costs, Costs).to_dict()
     return {
         "format": _FORMAT,
         "version": _VERSION,

@@ -71,12 +71,15 @@ def auto(
 
 def divide(
     model: nn.Module,
-    n: int,
+    n: int | None,
     example: Any,
     measure: Measure | None,
     limits: float | Iterable[float] | None = None,
 ) -> Pieces:
-    """Cut a model as :func:`auto` does; ``measure`` returns the times of its layers."""
+    """Cut a model as :func:`auto` does; ``measure`` returns the times of its layers.
+
+    Without a number there are as many stages as there can be.
+    """
     model = without_compiler(model)
     call = as_call(model, example)
     empty, record = record_layers(model, call)
@@ -87,6 +90,7 @@ def divide(
             groups[-1].append(cut)
         else:
             groups.append([cut])
+    n = len(groups) if n is None else n
     if len(groups) < n:
         why = [f"; no stage can begin with {cut!r}: {why}" for cut, why in obstacles.items()]
         raise PartitionError(

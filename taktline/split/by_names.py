@@ -284,10 +284,12 @@ class Pieces(Sequence[nn.Module]):
                 raise PartitionError(f"stage {stage} is {shown(module)}, not an nn.Module")
         self.division: object = None
         """The costs of the stages, if they decided where to cut."""
+        self.starts = [*cuts]
+        """The submodules with which stages begin, but the first one."""
         self.ties: tuple[Tie, ...] = find_ties(self._modules)
         for module in self._modules:
             declare(module, self.ties)
-        attach(self._modules, blueprint(dict(enumerate(self._modules)), cuts, model))
+        attach(self._modules, blueprint(dict(enumerate(self._modules)), self.starts, model))
 
     @property
     def num_stages(self) -> int:

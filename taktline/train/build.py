@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -23,19 +23,28 @@ from taktline.checkpoint.model_state import ModelState, Processes
 from taktline.checkpoint.pretrained import conversions_of
 from taktline.checks import check, check_callable, check_list, check_one_of, conform
 from taktline.device import require_usable_device
-from taktline.errors import MismatchError, PartitionError, ScheduleError, TaktlineError, text_of
+from taktline.errors import (
+    MismatchError,
+    PartitionError,
+    ScheduleError,
+    TaktlineError,
+    UseError,
+    text_of,
+)
 from taktline.plan import Kind, NamedSchedule, Plan, find, read
+from taktline.plan.io import read_cuts
 from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.introduction import BUILDING, compared, together
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.watchdog import guarded
-from taktline.split import Pipe, materialise
+from taktline.split import Pieces, Pipe, materialise
 from taktline.split.auto import Measure, divide, measure_times
 from taktline.split.by_names import without_compiler
 from taktline.split.steps import Cut, Record, arguments_of, arguments_of_forward, without_padding
 from taktline.stage import PipelineStage, compile_stages
 from taktline.stage.names import declared, named_parameters, unwrapped
 from taktline.text import counted
+from taktline.train.auto import check_auto, choose, is_auto, rechosen
 from taktline.train.batches import BatchDims
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
 from taktline.train.stage_table import StageTable
@@ -71,6 +80,7 @@ def checked(arguments: dict[str, Any]) -> SimpleNamespace:
         if arguments[name] is not None or name in _FLAGS:
             setattr(given, name, require(name, arguments[name]))
     given.is_whole, given.is_own = isinstance(given.model, nn.Module), False
+    given.starts = None
     if isinstance(given.model, Pipe):
         given.is_whole = False
         given.model = [given.model.get_stage_module(s) for s in range(given.model.num_stages)]
@@ -82,6 +92,7 @@ def checked(arguments: dict[str, Any]) -> SimpleNamespace:
             "measure=True cuts a model by the times of its layers: pass the whole model and "
             "example=(…), the arguments of one micro-batch, and no cuts; or leave out measure=True"
         )
+    check_auto(given)
     if given.timeout is not None and not isinstance(given.timeout, timedelta):
         given.timeout = timedelta(seconds=check("timeout", given.timeout, float, least=0.001))
     return given
@@ -114,11 +125,17 @@ def _opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
         return schedule
     if isinstance(schedule, type) and issubclass(schedule, Schedule):
         return find(schedule.__name__)
-    if isinstance(schedule, str) and not schedule.lower().endswith((".csv", ".json")):
-        return find(schedule)
-    if isinstance(schedule, str | os.PathLike):
+    if _is_file(schedule):
         return read(schedule)
+    if isinstance(schedule, str):
+        return find(schedule)
     raise ScheduleError(f"schedule is a name, a plan, a file or a Schedule class, not {schedule!r}")
+
+
+def _is_file(schedule: object) -> TypeGuard[str | os.PathLike[str]]:
+    if isinstance(schedule, str):
+        return schedule.lower().endswith((".csv", ".json"))
+    return isinstance(schedule, os.PathLike)
 
 
 _OF_SCHEDULE = (
@@ -154,7 +171,10 @@ def build(given: SimpleNamespace) -> Built:
             lambda made: {} if alone else compared(*made, **told),
         )
 
+    choice = ""
     with guarded(ranks.transport, BUILDING):
+        if is_auto(given.schedule):
+            choice = choose(given, ranks)
         plan, modules = cut(None)
         if given.measure:  # now that all ranks have the same model, and can cut it
             plan, modules = cut(_shared_times(ranks))
@@ -167,6 +187,8 @@ def build(given: SimpleNamespace) -> Built:
     options: dict[str, Any] = {name: getattr(given, name) for name in _OF_SCHEDULE}
     options["seed"] = None if given.seed is None else given.seed + ranks.replica
     built = Built(ranks, plan, state, table, given.example, options)
+    built.choice, built.starts = choice, given.starts
+    built.example_target, built.memory = given.example_target, given.memory
     with guarded(ranks.transport, BUILDING):
         built.schedule._runner.connect()
     return built
@@ -189,6 +211,13 @@ class Built:
     batch_dims: BatchDims = field(init=False)
     trains: bool = field(init=False)
     """Whether the plan has a backward."""
+    example_target: Any = None
+    memory: Any = None
+    """The bytes that ranks may use."""
+    choice: str = ""
+    """What ``schedule="auto"`` has chosen, and why."""
+    starts: list[str] | None = None
+    """The submodules with which stages begin, if the model was cut here."""
     keywords: dict[str, Any] = field(init=False)
     """Keyword arguments of the model, unless a call has others."""
 
@@ -265,8 +294,34 @@ class Built:
         )
 
     def __str__(self) -> str:
-        parts = (self.table, self.batch_dims, self.schedule._runner.captures or "")
+        captures = self.schedule._runner.captures or ""
+        parts = (self.table, self.choice, self.batch_dims, captures)
         return "\n".join(filter(None, map(str, parts)))
+
+
+def replan(built: Built) -> Built:
+    """The same pipeline with the best plan for its stages; all ranks take part."""
+    ranks = built.ranks
+    if ranks.mesh is not None and ranks.mesh.ndim > 1:
+        raise UseError(
+            "replan() needs a pipeline without replicas and tensor parallelism; make a pipeline "
+            'with schedule="auto", write_plan() its plan, and pass the file as schedule='
+        )
+    if built.example is None or not built.trains:
+        raise UseError(
+            "replan() measures training steps of the example: pass example=(…), the arguments of "
+            "one micro-batch, when you make the pipeline, and a schedule with a backward"
+        )
+    with built.everywhere("replan()"):
+        plan, text = rechosen(built)
+        old, table = built.schedule, replace(built.table, plan=plan)
+        found = Built(ranks, plan, built.model, table, built.example, built.options)
+        found.example_target, found.memory = built.example_target, built.memory
+        found.choice, found.starts, found.schedule.steps = text, built.starts, old.steps
+        runner, before = found.schedule._runner, old._runner
+        runner.stepped_at, runner.stall_after = before.stepped_at, before.stall_after
+        runner.connect()
+    return found
 
 
 def _device_of(given: SimpleNamespace) -> torch.device | None:
@@ -316,6 +371,9 @@ def _cut(
 
     ``measure`` returns the times of layers to cut by; without it, their costs are counted.
     """
+    cut_already = not given.is_whole or given.cuts is not None or given.measure
+    if _is_file(given.schedule) and not cut_already:
+        given.cuts = read_cuts(given.schedule)
     plan = _plan_of(given, ranks.size)
     if given.is_own:
         own = ranks.stages_of(plan)
@@ -330,7 +388,10 @@ def _cut(
     if ranks.in_one_process:
         # As a whole, before it is cut: then it shares all tensors with its stages.
         materialise(given.model, ranks.device, state_dict=given.state_dict)
-    return plan, dict(enumerate(_stages(given, plan, measure)))
+    stages = _stages(given, plan, measure)
+    if isinstance(stages, Pieces):
+        given.starts = stages.starts
+    return plan, dict(enumerate(stages))
 
 
 def _stages(given: SimpleNamespace, plan: Plan, measure: Measure | None) -> Sequence[nn.Module]:

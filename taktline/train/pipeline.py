@@ -20,12 +20,12 @@ from taktline.checkpoint.loading import Loaded
 from taktline.checkpoint.saving import Training
 from taktline.checks import check
 from taktline.errors import UseError
-from taktline.plan import Plan
+from taktline.plan import Plan, write
 from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.train import parameters, steps
 from taktline.train.batches import SharedLoader
-from taktline.train.build import Built, Model, Prepare, ScheduleChoice, build, checked
+from taktline.train.build import Built, Model, Prepare, ScheduleChoice, build, checked, replan
 from taktline.train.parameters import INSTEAD, Scaler, gathered_state, load_state, own_state
 from taktline.train.preemption import PREEMPTED, Preemption
 from taktline.train.stage_table import Boundaries
@@ -50,7 +50,13 @@ class Pipeline:
             modules, or a dict with the stages of this process by their numbers.
         example: arguments of one micro-batch, by which the model is cut and measured: a tuple, a
             dict of keyword arguments, or a tuple of both.
-        schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class.
+        schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class; or
+            ``"auto"``, which measures steps of the example on the ranks, and chooses the plan, the
+            cuts and, without ``microbatches``, their number: then the example is a whole batch.
+        example_target: the target of the example, so that "auto" and :meth:`replan` measure the
+            real loss.
+        memory: the bytes that a rank may use, or a number for each, for a plan that is chosen; by
+            default 90% of a GPU, and any on the CPU.
         microbatches: the number of micro-batches; a batch with fewer rows has one for each row.
         loss_fn: returns the loss of an output and a target. Without one, the loss is the one
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
@@ -113,6 +119,8 @@ class Pipeline:
         *,
         example: Any = None,
         schedule: ScheduleChoice = "1f1b",
+        example_target: Any = None,
+        memory: float | Sequence[float] | None = None,
         microbatches: int | None = None,
         loss_fn: LossFn | None = None,
         ranks: int | None = None,
@@ -335,6 +343,27 @@ class Pipeline:
         with self._built.schedule.trace() as trace:
             trace.work = self._built.table.work
             yield trace
+
+    def replan(self) -> str:
+        """Measure steps of the example, and go on with the best plan for the stages as they are.
+
+        Stages, parameters and gradients, and so the optimizer, stay as they are; so do the cuts
+        and the number of micro-batches. Every rank calls it between steps. Returns why the plan
+        was chosen, which ``print(pipe)`` shows from then on.
+        """
+        with self._turn:
+            self._live = replan(self._built)
+        if self._preemption is not None:
+            self._preemption.listen(self._live)
+        return self._live.choice
+
+    def write_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan, and where the model was cut: ``schedule=path`` runs it without a search.
+
+        The first rank writes; the name ends in .json.
+        """
+        if self.is_first:
+            write(self.plan, path, cuts=self._built.starts)
 
     def scaler(self, **options: Any) -> Scaler:
         """A ``torch.amp.GradScaler`` with the same decision on all ranks; takes its options."""

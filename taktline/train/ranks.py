@@ -108,7 +108,7 @@ class Ranks:
             return (total / self.replicas).to(loss.dtype)
         mean = float(loss)
         for name in self.data_dims:
-            numbers = _shared(self._along[name], mean, "the loss of replicas")
+            numbers = numbers_of(self._along[name], mean, "the loss of replicas")
             mean = sum(numbers) / len(numbers)
         return torch.tensor(mean, dtype=loss.dtype, device="cpu")
 
@@ -119,7 +119,7 @@ class Ranks:
     def in_any_pipeline(self, flag: bool, what: str) -> bool:
         """Whether a flag is set in any pipeline of the mesh; all ranks of one have the same."""
         for name in self._others:
-            flag = any(_shared(self._along[name], float(flag), what))
+            flag = any(numbers_of(self._along[name], float(flag), what))
         return flag
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class Ranks:
         return f"{counted(self.size, 'rank')} ({where}{replicas})"
 
 
-def _shared(transport: Transport, number: float, what: str) -> list[float]:
+def numbers_of(transport: Transport, number: float, what: str) -> list[float]:
     """The numbers of all ranks; ``what`` names the exchange, for errors."""
     return [as_floats(row)[0] for row in transport.exchange(as_integers([number]), what)]
 
