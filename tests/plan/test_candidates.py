@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import combinations
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ BOUNDS = (0, 2, 4)
 
 def costs(times: FloatArray = TIMES) -> Costs:
     forward, backward, inputs, weights = map(tuple, times.tolist())
-    halves = {"backward_input": inputs, "backward_weight": weights}
+    halves: Any = {"backward_input": inputs, "backward_weight": weights}
     return Costs(forward=forward, backward=backward, **halves, unit="ms")
 
 
