@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
@@ -126,16 +127,24 @@ def record_layers(model: nn.Module, call: Call) -> tuple[EmptyModel, Record]:
 
     The rows of layers are those with the most parameters that repeat a kind of layer, such as those
     of an encoder and a decoder; rows beside them, such as the groups of blocks of a residual
-    network, are opened too. A module that is called several times is several layers.
+    network, are opened too. A module that is called several times is several layers. Rows that the
+    forward does not call do not count.
     """
-    opened = dict.fromkeys(rows := _rows(model) or [_spine(model)])
-    for parent in {around for row in rows for around in ancestors(row)}:
-        for key, child in model.get_submodule(parent).named_children():
-            if _is_row(child) and not any(_inside(row, joined(parent, key)) for row in rows):
-                opened[joined(parent, key)] = None
-    firsts = [joined(name, next(iter(model.get_submodule(name)._modules))) for name in opened]
-    empty = EmptyModel(model, [Cut(name) for name in firsts], counter=OperationCounter)
-    return empty, record_twice(empty, call)
+    empty = _opened(model, ())
+    record = record_twice(empty, call)
+    idle = {
+        row
+        for row in _rows(model)
+        if not any(joined(row, key) in record.runs for key in model.get_submodule(row)._modules)
+    }
+    if idle and len(idle) < sum(map(_is_row, model.modules())):
+        empty = _opened(model, (), idle)
+        record = record_twice(empty, call)
+    if reused := _find_reused(model, record):
+        opened = _opened(model, reused, idle)
+        with suppress(PartitionError):  # what is around such a module may not be recorded
+            return opened, record_twice(opened, call)
+    return empty, record
 
 
 def _why_not(record: Record, cut: Cut) -> str:
@@ -149,9 +158,52 @@ def _why_not(record: Record, cut: Cut) -> str:
     return ""
 
 
-def _rows(model: nn.Module) -> list[str]:
-    """The names of the rows of layers: the one with the most parameters, and others that count."""
-    rows = {name: module for name, module in model.named_modules() if _is_row(module)}
+def _opened(model: nn.Module, reused: Collection[str], idle: Collection[str] = ()) -> EmptyModel:
+    """A model in which the rows of layers, and what is around them, are containers."""
+    rows = [row for row in _rows(model, idle) if not any(_inside(row, name) for name in reused)]
+    opened = dict.fromkeys(rows if rows or reused else [_spine(model)])
+    for row in rows:
+        path = ancestors(row)
+        for parent in path:
+            for key, child in model.get_submodule(parent).named_children():
+                if _is_row(child) and joined(parent, key) not in path:
+                    opened[joined(parent, key)] = None
+    firsts = [joined(name, next(iter(model.get_submodule(name)._modules))) for name in opened]
+    return EmptyModel(model, [Cut(name) for name in (*firsts, *reused)], counter=OperationCounter)
+
+
+def _find_reused(model: nn.Module, seen: Record) -> list[str]:
+    """The modules that are called several times, and count as much as a row of layers.
+
+    Without those that contain a longer row.
+    """
+    units = seen.calls()
+    found: dict[str, int] = {}
+    for name, calls in sorted(seen.runs.items()):
+        around = [part for part in ancestors(name) if part in seen.runs]
+        times = units[name] or calls // (seen.runs[around[-1]] if around else 1)
+        if 1 < times <= _OFTEN and not any(part in found for part in around):
+            found[name] = times
+    rows = {row: model.get_submodule(row) for row in _rows(model)}
+    largest = max(map(_count, rows.values()), default=0)
+    return [
+        name
+        for name, times in found.items()
+        if _count(model.get_submodule(name)) * times * _MATTERS > largest
+        and not any(_inside(row, name) and len(rows[row]._modules) > times for row in rows)
+    ]
+
+
+def _rows(model: nn.Module, idle: Collection[str] = ()) -> list[str]:
+    """The names of the rows of layers: the one with the most parameters, and others that count.
+
+    Without ``idle`` rows, and what is in them.
+    """
+    rows = {
+        name: module
+        for name, module in model.named_modules()
+        if _is_row(module) and not any(name == row or _inside(name, row) for row in idle)
+    }
     sizes = {name: size for name, row in rows.items() if (size := _count(row))}
     kinds = {name: Counter(type(x) for x in rows[name].children() if _count(x)) for name in sizes}
     repeating = [name for name in sizes if max(kinds[name].values()) > 1]

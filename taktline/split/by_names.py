@@ -80,7 +80,8 @@ def stages_of(
 ) -> Pieces:
     """The stages of a model, as it is cut."""
     known = _dummy_inputs(cut, model) if call is None else _learned(cut, model, call, record)
-    cut.homes = _homes(cut, known)
+    cut.is_example = call is not None
+    cut.homes = _homes_by_definition(cut) if known is None else _homes_by_use(cut, known)
     modules = [make_stage(model, cut, stage) for stage in range(cut.stages)]
     return Pieces(modules, cuts=map(str, cut.cuts), model=model)
 
@@ -173,22 +174,23 @@ def as_call(model: nn.Module, example: Any) -> Call:
     return filled(mapped(call, moved), {})
 
 
-def _homes(cut: CutModel, known: list[StageProgram] | None) -> dict[str, frozenset[int]]:
-    """The stages that have each unit and each tensor: those that use it, if that is known."""
-    used, in_one = defaultdict[str, set[int]](set), set(cut.empty.parameters)
-    if known is None:
-        _take_definition(cut, used)
-    else:
-        record = known[0].record
-        for stage, program in enumerate(known):
-            for name in program.uses:
-                used[name].add(stage)
-        written = {memory for step in record.steps for memory in step.writes}
-        in_one.update(n for state in record.states if state.memory in written for n in state.names)
+def _homes_by_use(cut: CutModel, known: list[StageProgram]) -> dict[str, frozenset[int]]:
+    """The stages that use each unit and each tensor."""
+    record, used = known[0].record, defaultdict[str, set[int]](set)
+    for stage, program in enumerate(known):
+        for name in program.uses:
+            used[name].add(stage)
     stage = 0
     for name in cut.empty.modules:
         # A unit that is never called has a state, too: it goes with the one before it.
         stage = min(used.setdefault(name, {stage}))
+    written = {memory for step in record.steps for memory in step.writes}
+    in_one = {
+        name
+        for state in record.states
+        if state.is_parameter or state.memory in written
+        for name in state.names
+    }
     for name in cut.empty.own:
         if name in in_one:
             used.setdefault(name, {0})
@@ -197,21 +199,28 @@ def _homes(cut: CutModel, known: list[StageProgram] | None) -> dict[str, frozens
     return {name: frozenset(used[name]) for name in (*cut.empty.modules, *cut.empty.own, *used)}
 
 
-def _take_definition(cut: CutModel, used: dict[str, set[int]]) -> None:
-    """Take units to be called in the order in which the model defines them."""
-    place = {name: at for at, name in enumerate(cut.empty.modules)}
-    for stage, start in enumerate(cut.cuts, 1):
+def _homes_by_definition(cut: CutModel) -> dict[str, frozenset[int]]:
+    """Units in stages in the order in which the model defines them."""
+    for start in cut.cuts:
         if start.call:
             raise PartitionError(
                 f"the cut {start!r} is one of several calls of {start.unit!r}; pass example=, the "
                 "arguments of the model, to see what is between them"
             )
-        if stage > 1 and place[start.unit] < place[cut.cuts[stage - 2].unit]:
+    homes, waiting = dict[str, frozenset[int]](), [start.unit for start in cut.cuts]
+    for name in cut.empty.modules:
+        if name in waiting[1:]:
             raise PartitionError(
-                f"{start.unit!r} is defined before {cut.cuts[stage - 2].unit!r}; list the cuts in "
-                "the order of their calls, and pass example=, the arguments of the model"
+                f"{name!r} is defined before {waiting[0]!r}; list the cuts in the order of their "
+                "calls, and pass example=, the arguments of the model, if that is not the order of "
+                "their definition"
             )
-        used[start.unit] = {stage}
+        if name in waiting:
+            waiting.pop(0)
+        homes[name] = frozenset({cut.stages - 1 - len(waiting)})
+    for name in cut.empty.own:
+        homes[name] = frozenset({0} if name in cut.empty.parameters else range(cut.stages))
+    return homes
 
 
 # The stages of a model, however it was cut

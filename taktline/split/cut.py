@@ -26,7 +26,7 @@ from taktline.errors import PartitionError, TorchVersionError
 from taktline.private import private
 from taktline.side_values import SideValues, add_loss
 from taktline.split.python_state import OWN_OF_MODULES
-from taktline.split.recorder import Recorder
+from taktline.split.recorder import Generators, Recorder
 from taktline.split.steps import (
     Call,
     Cut,
@@ -40,14 +40,7 @@ from taktline.split.steps import (
     parts_in,
     walk,
 )
-from taktline.split.without_data import (
-    EmptyModel,
-    FakeTensor,
-    Operations,
-    has_data,
-    joined,
-    replaced,
-)
+from taktline.split.without_data import EmptyModel, Fakes, has_data, joined, replaced
 
 
 def record_twice(
@@ -63,11 +56,17 @@ def record_twice(
     """
     device = device or device_of(call)
     device = torch.device("cpu") if device.type == "meta" else device
-    difference, alike, last = "", 0, None
+    difference, alike, last, zeros, generators = "", 0, None, True, Generators()
     for attempt in range(5):
-        with _seeded(attempt, device) as has_drawn:
-            operations = Operations(device, computes_in, attempt % 2, empty.counter)
-            made, change = _record(empty, call, operations)
+        with _seeded(attempt, device) as has_drawn, generators.in_record(attempt):
+            fakes = Fakes(device, computes_in, attempt % 2 if zeros else 1, empty.counter)
+            try:
+                made, change = _record(empty, call, device, fakes, generators)
+            except Exception as error:
+                if attempt or isinstance(error, PartitionError):
+                    raise
+                zeros = False  # some units cannot run on them
+                continue
             wanted = 3 if has_drawn() else 1  # a choice may be the same by chance
         lines = hash(tuple((step.kind, step.line) for step in made.steps))
         if last is not None:
@@ -84,8 +83,7 @@ def record_twice(
 
 def _difference(one: Record, other: Record) -> str:
     """The first step in which two records differ; empty if they are alike."""
-    is_same = _comparable(one.result) == _comparable(other.result)
-    line = "" if is_same else "the output of the forward"
+    line = ""
     for first, second in zip_longest(one.steps, other.steps):
         if first and second and _summary(first) == _summary(second):
             continue
@@ -99,6 +97,8 @@ def _difference(one: Record, other: Record) -> str:
             )
         line = (second or first).line
         break
+    if not line and _comparable(one.result) != _comparable(other.result):
+        line = "the output of the forward"
     return line and (
         f"{line} does something else in each call: it depends on a number that Python, numpy or a "
         "generator of its own has drawn, or on the time; draw numbers with torch, such as "
@@ -120,7 +120,6 @@ def _comparable(nested: Any) -> list[Any]:
     return [(path, _comparable_leaf(part)) for path, part in walk(nested)]
 
 
-_ABSENT = object()
 _PLAIN = (bool, int, float, str, type, type(None), torch.dtype, torch.device, slice, Enum)
 
 
@@ -144,15 +143,12 @@ def _seeded(attempt: int, device: torch.device) -> Iterator[Callable[[], bool]]:
     """
     numpy, before = sys.modules.get("numpy"), random.getstate()
     numpy_before = numpy.random.get_state() if numpy else None
-
-    def has_drawn() -> bool:
-        place = numpy.random.get_state(legacy=True)[2] if numpy else 0
-        return random.getstate()[1][-1] != 0 or place != 0
-
     version, words, _ = random.Random(attempt).getstate()
     edge = [_EDGES[attempt % 2]] * (200 if attempt < 3 else 0)
     words = (*edge, *words[len(edge) : -1])
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        if device.type == "cuda":
+            torch.cuda.manual_seed(attempt)
         state = torch.default_generator.manual_seed(attempt).get_state()
         if len(state) == 5056:  # that of torch 2: a header, and the same words
             state[8:12].view(torch.int32).fill_(len(words))
@@ -163,7 +159,12 @@ def _seeded(attempt: int, device: torch.device) -> Iterator[Callable[[], bool]]:
         if numpy:
             numpy.random.set_state(("MT19937", words, 0))
         try:
-            yield has_drawn
+            yield (
+                lambda: (
+                    random.getstate()[1][-1] != 0
+                    or bool(numpy and numpy.random.get_state(legacy=True)[2] != 0)
+                )
+            )
         finally:
             random.setstate(before)
             if numpy:
@@ -180,13 +181,14 @@ _generator = private(
 recording = SimpleNamespace(recorder=None)  # the one at work
 
 
-def _record(empty: EmptyModel, call: Call, operations: Operations) -> tuple[Record, str]:
+def _record(
+    empty: EmptyModel, call: Call, device: torch.device, fakes: Fakes, generators: Generators
+) -> tuple[Record, str]:
     """Run the forward of a model once; also tells what it has changed in the model."""
-    with _lock, torch.compiler.set_stance("force_eager"), empty.filled(operations.own):
-        devices = tuple(dict.fromkeys(("cpu", operations.device.type)))
-        recorder = Recorder(empty, operations, devices)
+    with _lock, torch.compiler.set_stance("force_eager"), empty.filled(fakes.own):
+        recorder = Recorder(empty, fakes, tuple(dict.fromkeys(("cpu", device.type))), generators)
         made, before = recorder.record, _kept(empty)
-        args, kwargs = filled(mapped(call, operations.argument), {})
+        args, kwargs = filled(mapped(call, fakes.fresh), {})
         made.given = mapped(
             (args, kwargs), lambda tensor: recorder.value(tensor, "an argument of the model")
         )
@@ -194,16 +196,18 @@ def _record(empty: EmptyModel, call: Call, operations: Operations) -> tuple[Reco
             with _patched(recorder, empty.model), recorder:
                 output = empty.model(*args, **kwargs)
             recorder.require_same_draws()
+            if recorder.refusal is not None:
+                raise recorder.refusal
+        except PartitionError:
+            raise
         except Exception as error:
-            if not isinstance(error, PartitionError) and recorder.refusal is None:
-                error.add_note(
-                    f"Taktline ran the forward of {empty.kind.__name__} without data, to record "
-                    "its steps"
-                )
-                raise
-            raise (recorder.refusal or error) from error.__cause__
-        if recorder.refusal is not None:
-            raise recorder.refusal
+            if recorder.refusal is not None:
+                raise recorder.refusal from error
+            error.add_note(
+                f"Taktline ran the forward of {empty.kind.__name__} without data, to record its "
+                "steps"
+            )
+            raise
         made.result = mapped(output, recorder.reference)
         return made, _changes(empty, recorder, before)
 
@@ -222,22 +226,26 @@ def _kept(empty: EmptyModel) -> dict[str, Any]:
 
 
 def _changes(empty: EmptyModel, recorder: Recorder, before: dict[str, Any]) -> str:
-    """What the forward has changed in the model, so that its next call may do something else."""
-    after = _kept(empty)
+    """What the forward has changed in the model; raises if it has used a tensor and replaced it."""
+    after, changed = _kept(empty), ""
     used = {name for s in recorder.record.steps for state in s.states for name in state.names}
-    for name in {**before, **after}:
-        part, now = before.get(name, _ABSENT), after.get(name, _ABSENT)
+    for name, part in before.items():
         if isinstance(part, torch.Tensor):
-            is_changed = part is not now and (name in used or id(part) in recorder.constants)
-        else:
-            is_changed = _comparable_leaf(part) != _comparable_leaf(now)
-        if is_changed:
-            return (
-                f"the forward of {empty.kind.__name__} changes its attribute {name!r} in each "
-                "call, which stages cannot follow; keep what changes in a buffer, and change it in "
-                "place, with copy_(), or keep it in a submodule that one stage runs"
-            )
-    return ""
+            is_used = name in used or id(part) in recorder.constants
+            if is_used and after.get(name) is not part:
+                raise PartitionError(
+                    f"the forward of {empty.kind.__name__} uses its attribute {name!r}, and sets "
+                    "it for the next call, which stages cannot follow; keep it in a buffer, and "
+                    "change it in place, with copy_()"
+                )
+        elif name not in after or _comparable_leaf(part) != _comparable_leaf(after[name]):
+            changed = changed or name
+    changed = changed or next((name for name in after if name not in before), "")
+    return changed and (
+        f"the forward of {empty.kind.__name__} changes its attribute {changed!r} in each call, "
+        "which stages cannot follow; keep what changes in a buffer, and change it in place, or in "
+        "a submodule that one stage runs"
+    )
 
 
 @contextmanager
@@ -249,7 +257,7 @@ def _patched(recorder: Recorder, model: nn.Module) -> Iterator[None]:
     generator = next(n for n in (f"{_GENERATOR}_impl", _GENERATOR) if n in checkpoints)
     before_region = checkpoints[generator]
     before_apply = inspect.getattr_static(function, "apply")
-    before_saving, before_convert = saved_tensors_hooks.__enter__, nn.Module._apply
+    before_saving = saved_tensors_hooks.__enter__
 
     def calling(before: Any) -> Any:
         return lambda self, *args, **kwargs: recorder.module(self, before, args, kwargs)
@@ -276,25 +284,12 @@ def _patched(recorder: Recorder, model: nn.Module) -> Iterator[None]:
             )
         before_saving(self)
 
-    def convert(self: nn.Module, change: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        if threading.get_ident() != recorder.thread:
-            return before_convert(self, change, recurse)
-        for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
-            if (made := change(tensor)).dtype is not tensor.dtype or made.shape != tensor.shape:
-                recorder.refuse("converts a submodule; do that before the model is cut")
-        return self  # what has no data cannot be replaced
-
-    def as_text(self: torch.Tensor, spec: str) -> str:
-        return repr(self) if self.dim() else format(self.item(), spec)
-
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     log = logging.getLogger("torch._subclasses.fake_tensor")  # of what cannot run without data
     with ExitStack() as stack:
         for kind in (kind for kind in kinds if "__call__" in vars(kind)):
             stack.enter_context(replaced(kind, __call__=calling(vars(kind)["__call__"])))
         stack.enter_context(replaced(saved_tensors_hooks, __enter__=saving))
-        stack.enter_context(replaced(nn.Module, _apply=convert))
-        stack.enter_context(replaced(FakeTensor, __format__=as_text))
         stack.enter_context(replaced(function, apply=classmethod(apply)))
         stack.enter_context(replaced(torch_checkpoint, **{generator: region}))
         stack.enter_context(replaced(log, disabled=True))
@@ -310,11 +305,16 @@ class _RecordedValues(SideValues):
         super().__init__(0, {})
         self._recorder = recorder
 
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Put a value inside of a unit."""
+        self._require_unit()
+        super().put(name, value)
+
     def get(self, name: str) -> torch.Tensor:
-        """A value that has been put; a unit may use that of another."""
+        """A value that another unit has put."""
+        self._require_unit()
         found = super().get(name)
-        if not self._recorder.is_recording:
-            self._recorder.shared.add(id(found))
+        self._recorder.shared.add(id(found))
         return found.view_as(found)
 
     def add(self, loss: torch.Tensor) -> None:
@@ -323,6 +323,13 @@ class _RecordedValues(SideValues):
             self._recorder.function(add_loss, (loss,), {})
         else:
             super().add(loss)
+
+    def _require_unit(self) -> None:
+        if self._recorder.is_recording:
+            self._recorder.refuse(
+                "puts or gets a skip between submodules; use a variable, which goes from stage to "
+                "stage by itself"
+            )
 
 
 @dataclass(eq=False)
@@ -373,6 +380,7 @@ class StepPlacement:
         self.changed = [state for state in record.states if state.memory in self.writes]
         self.free, self.bound = self._find_free()
         self._require_one_stage_for_changes()
+        self._require_one_stage_for_gradients()
 
     def _find_free(self) -> tuple[set[Step], set[Value]]:
         """The steps that depend on the arguments alone, and the values that do not."""
@@ -414,6 +422,22 @@ class StepPlacement:
             ):
                 found.add(stage)
         return found
+
+    def _require_one_stage_for_gradients(self) -> None:
+        """Raise if the forward asks for gradients that go through several stages."""
+        for step, stage in self.at.items():
+            if step.target is not torch.autograd.grad:
+                continue
+            inputs = step.kwargs.get("inputs", step.args[1:2])
+            homes = {self.homes[value] for value in parts_in(inputs, Value)}
+            for state in parts_in(inputs, State):
+                homes |= self._stages_with(state)
+            if homes > {stage} or homes.isdisjoint({stage}):
+                raise PartitionError(
+                    f"{step.line} asks for gradients in stage {stage}, of what stage "
+                    f"{min(homes - {stage})} has made or uses, which no stage can follow; cut the "
+                    "model so that one stage has all between them"
+                )
 
     def plans(self) -> list[StagePlan]:
         """What each stage does."""

@@ -16,7 +16,7 @@ from taktline.checks import check, refuse
 from taktline.device import keep_generators, require_usable_device
 from taktline.errors import StateError
 from taktline.split.recorded_stage import model_of
-from taktline.split.without_data import ancestors, joined, replaced
+from taktline.split.without_data import ancestors, replaced
 from taktline.stage.names import declared
 
 M = TypeVar("M", bound=nn.Module)
@@ -80,16 +80,11 @@ def materialise(
     names = {} if device.type == "meta" else _names_on_meta(piece)
     if state_dict is not None:
         values = _from_state(piece, names, state_dict, device)
-        _require_none(
-            "the state dict lacks", {t: own for t, own in names.items() if t not in values}
-        )
+        _require_all("the state dict lacks", names, values)
         for tensor, value in values.items():
             _install(piece, tensor, names[tensor], value)
     elif names:
-        _require_none(
-            "the values are unknown of",
-            {t: own for t, own in names.items() if not isinstance(t, nn.Parameter)},
-        )
+        _require_all("the values are unknown of", names, list(piece.parameters()))
         _initialise(piece, names, device)
     return piece.to(device)
 
@@ -100,17 +95,18 @@ def _names_on_meta(piece: nn.Module) -> _Names:
     for prefix, module in piece.named_modules(remove_duplicate=False):
         for key, value in {**module._parameters, **module._buffers, **vars(module)}.items():
             if isinstance(value, torch.Tensor) and value.is_meta:
-                names.setdefault(value, []).append(joined(prefix, key))
+                names.setdefault(value, []).append(f"{prefix}.{key}" if prefix else key)
     return names
 
 
-def _require_none(text: str, unknown: _Names) -> None:
-    """Raise if there are tensors whose values are not known."""
+def _require_all(text: str, names: _Names, known: Any) -> None:
+    """Raise if tensors are not among those whose values are known."""
+    found = set(map(id, known))
+    unknown = [own[0] for tensor, own in names.items() if id(tensor) not in found]
     if unknown:
-        names = [own[0] for own in unknown.values()]
-        more = f" and {len(names) - 9} more" if len(names) > 9 else ""
+        more = f" and {len(unknown) - 9} more" if len(unknown) > 9 else ""
         raise StateError(
-            f"{text} {', '.join(names[:9])}{more}; build the model in taktline.split.deferred(), "
+            f"{text} {', '.join(unknown[:9])}{more}; build the model in taktline.split.deferred(), "
             "where buffers have values, and pass a state dict with all parameters, by the model's "
             "names, or give their modules a method reset_parameters()"
         )
@@ -140,12 +136,11 @@ def _initialise(piece: nn.Module, names: _Names, device: torch.device) -> None:
     """Give parameters memory, and call what initialises them, from the innermost modules on."""
     whole, seed = model_of(piece) or piece, torch.initial_seed()
     for tensor, own in names.items():
-        fill = torch.nan if tensor.is_floating_point() else 0
-        _install(piece, tensor, own, torch.full_like(tensor, fill, device=device))
+        _install(piece, tensor, own, _unset(tensor, device))
     made, known = {name for own in names.values() for name in own}, dict(whole.named_modules())
     with keep_generators([device]):
         for name, module in reversed(list(piece.named_modules())):
-            inside = {joined(name, key) for key, _ in module.named_parameters()}
+            inside = {f"{name}.{key}" if name else key for key, _ in module.named_parameters()}
             if not inside or not inside <= made:
                 continue
             torch.manual_seed(seed ^ zlib.crc32(name.encode()))
@@ -154,10 +149,14 @@ def _initialise(piece: nn.Module, names: _Names, device: torch.device) -> None:
             around: list[Any] = [known[n] for n in (*ancestors(name), name) if n in known]
             if inits := [part._init_weights for part in around if hasattr(part, "_init_weights")]:
                 inits[-1](module)
-    named = piece.named_parameters()
-    _require_none(
-        "nothing initialises", {p: [n] for n, p in named if n in made and p.isnan().any()}
-    )
+    parameters = dict(piece.named_parameters())
+    left: _Names = {p: [n] for n, p in parameters.items() if n in made and p.isnan().any()}
+    _require_all("nothing initialises", left, ())
+
+
+def _unset(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    fill = torch.nan if tensor.is_floating_point() else 0
+    return torch.full_like(tensor, fill, device=device)
 
 
 def _install(piece: nn.Module, tensor: Any, names: list[str], value: Any) -> None:

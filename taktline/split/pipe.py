@@ -298,17 +298,18 @@ def _marks_of_policy(policy: Policy, record: Record, model: nn.Module) -> list[i
     for place, step in enumerate(record.steps):
         for _ in range(record.marks.count(place)):
             graph.call_function(pipe_split)
-        if step.kind == "read":
-            continue
+        for state in {*step.states} - values.keys():
+            values[state] = graph.create_node("get_attr", state.name)
         op, target = "call_function", step.target
         if step.kind == "unit":
             op = "call_module"
         elif isinstance(target, _METHODS):
             op, target = "call_method", _called(step)
-        given = tuple(values[value] for value in step.reads)
-        node = graph.create_node(op, target, given, {}, _called(step))
-        places[node.name] = place + 1
-        values |= dict.fromkeys(step.places, node)
+        if step.kind != "read":
+            given = tuple(values[part] for part in (*step.reads, *step.states))
+            node = graph.create_node(op, target, given, {}, _called(step))
+            places[node.name] = place + 1
+            values |= dict.fromkeys(step.places, node)
     graph.output([values[value] for value in parts_in(record.result, Value)])
     split = policy(fx.GraphModule(model, graph))
     if not isinstance(split, fx.GraphModule):

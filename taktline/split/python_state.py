@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from types import FunctionType
 from typing import Any
@@ -25,87 +25,103 @@ OWN_OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str)
 _DEPTH, _MOST = 3, 300
 """How deep containers are looked into, and how many parts one may have, and a unit containers."""
-_Views = Mapping[Any, tuple[str, Callable[[], Mapping[Any, Any]]]]
-"""Where values are, each with what to call it and how to look at it."""
+_ABSENT = object()
+_View = Callable[[], Mapping[Any, Any]]
 
 
-class PythonState:
-    """What units see besides their arguments, during one forward."""
+def attributes_in(unit: nn.Module) -> dict[tuple[str, str], Any]:
+    """The attributes, parameters and buffers of the modules in a unit, to compare them."""
+    return {
+        (path, key): value if isinstance(value, _PLAIN) else (id(value), _is_trained(value))
+        for path, part in unit.named_modules()
+        for key, value in (*vars(part).items(), *part._parameters.items(), *part._buffers.items())
+    }
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+class SharedState:
+    """The numbers and texts that units see in what they share with others, during one forward."""
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
-        of_kind = cache(lambda kind: dict(islice(_used_by(kind), _MOST)))
-        self._seen_by = dict[str, _Views]()
+        self._views: dict[Any, tuple[str, _View]] = {}
+        self._seen_by: dict[str, set[Any]] = {}
+        of_kinds: dict[type, set[Any]] = {}
         for name, unit in units.items():
-            parts = {id(part): (path, part) for path, part in unit.named_modules()}
-            own = {("own", key): (path, partial(_own, p)) for key, (path, p) in parts.items()}
-            values = [each for _, part in parts.values() for each in vars(part).items()]
-            shared = ((k, v) for k, v in values if k not in OWN_OF_MODULES and id(v) not in parts)
-            seen = self._seen_by[name] = own | dict(islice(_inside(shared), _MOST))
-            for kind in {kind for _, part in parts.values() for kind in type(part).__mro__}:
-                seen |= of_kind(kind)
-        every = {where: view for seen in self._seen_by.values() for where, view in seen.items()}
-        self._expected = self._now = _read(every)
-        """As all was, but for what units themselves have changed; and before the last unit."""
+            parts = list(unit.modules())
+            own = {id(part) for part in parts}
+            shared = ((k, v) for part in parts for k, v in vars(part).items() if id(v) not in own)
+            seen = self._seen_by[name] = self._found(_of_parts(shared))
+            for kind in {kind for part in parts for kind in type(part).__mro__}:
+                if kind not in of_kinds:
+                    of_kinds[kind] = self._found(_of_kind(kind))
+                seen |= of_kinds[kind]
+        self._expected = self._read(self._views)
+        """As they were, but for what units themselves have changed."""
+        self._now = self._expected
+
+    def _found(self, views: Iterable[tuple[Any, tuple[str, _View]]]) -> set[Any]:
+        found = dict(islice(views, _MOST))
+        self._views |= found
+        return set(found)
 
     def changed_for(self, unit: str) -> str:
         """What the forward has changed that a unit sees, before it runs; or nothing."""
-        seen = self._seen_by[unit]
-        self._now = _read(seen)
+        self._now = self._read(self._seen_by[unit])
         for (where, key), value in self._now.items():
-            if self._expected.get((where, key), self) != value:
-                return joined(seen[where][0], str(key))
+            if self._expected.get((where, key), _ABSENT) != value:
+                return joined(self._views[where][0], str(key))
         return ""
 
     def note(self, unit: str) -> None:
         """Note what a unit has changed, after it has run."""
-        after = _read(self._seen_by[unit])
-        self._expected |= {k: v for k, v in after.items() if self._now.get(k, self) != v}
+        after = self._read(self._seen_by[unit])
+        self._expected.update(item for item in after.items() if self._now.get(item[0]) != item[1])
+
+    def _read(self, views: Iterable[Any]) -> dict[tuple[Any, Any], Any]:
+        return {
+            (where, key): value
+            for where in views
+            for key, value in self._views[where][1]().items()
+            if isinstance(value, _PLAIN) and value == value  # not NaN
+        }
 
 
-def _read(views: _Views) -> dict[tuple[Any, Any], Any]:
-    found = dict[tuple[Any, Any], Any]()
-    for where, (_, look) in views.items():
-        for key, value in look().items():
-            value = value.get(None) if isinstance(value, ContextVar) else value
-            if isinstance(value, _PLAIN) and value == value:  # not NaN
-                found[where, key] = value
-    return found
+_Views = Iterator[tuple[Any, tuple[str, _View]]]
+"""Where values are, each with what to call it and how to look at it."""
 
 
-def _own(part: nn.Module) -> dict[str, Any]:
-    """The attributes, parameters and buffers of a module, to compare them."""
-    every = {**vars(part), **part._parameters, **part._buffers}
-    return {key: v if isinstance(v, _PLAIN) else _identity(v) for key, v in every.items()}
+def _of_parts(parts: Iterable[tuple[str, Any]], depth: int = _DEPTH) -> _Views:
+    """Those of containers, objects and other modules."""
+    for name, value in parts:
+        if name in OWN_OF_MODULES:
+            continue
+        if isinstance(value, ContextVar):
+            yield id(value), ("", partial(_value_of, value, name))
+        elif isinstance(value, (dict, list, tuple, deque, nn.Module)) or is_object(value):
+            inside = _parts_of(value)
+            if depth and len(inside) <= _MOST:
+                yield id(value), (name, partial(_parts_of, value))
+                yield from _of_parts(
+                    ((joined(name, str(key)), part) for key, part in inside.items()), depth - 1
+                )
 
 
-def _identity(value: Any) -> str:
-    return f"{id(value)} {isinstance(value, torch.Tensor) and value.requires_grad}"
-
-
-def _used_by(kind: type) -> Iterator[Any]:
-    """Views of a class, and of the global variables that its functions use."""
+def _of_kind(kind: type) -> _Views:
+    """Those of a class, and of the global variables that its functions use."""
     if kind.__module__.split(".")[0] in ("torch", "builtins"):
         return
-    functions = [each for each in vars(kind).values() if isinstance(each, FunctionType)]
-    tables = {n: f.__globals__ for f in functions for n in f.__code__.co_names}
-
-    def variables() -> dict[str, Any]:
-        return {name: table[name] for name, table in tables.items() if name in table}
-
-    yield kind, (kind.__name__, partial(vars, kind))
-    yield (kind, "variables"), ("", variables)
-    yield from _inside(variables().items())
-
-
-def _inside(items: Iterable[tuple[str, Any]], depth: int = _DEPTH) -> Iterator[Any]:
-    """Views of containers and objects, and of what is in them."""
-    for name, value in items:
-        look = partial(_parts_of, value)
-        is_container = isinstance(value, (dict, list, tuple, deque, nn.Module)) or is_object(value)
-        if is_container and depth and len(parts := look()) <= _MOST:
-            yield id(value), (name, look)
-            inside = ((joined(name, str(key)), part) for key, part in parts.items())
-            yield from _inside(inside, depth - 1)
+    yield id(kind), (kind.__name__, partial(vars, kind))
+    for function in vars(kind).values():
+        if not isinstance(function, FunctionType):
+            continue
+        table = function.__globals__
+        used = {name: table[name] for name in function.__code__.co_names if name in table}
+        yield from _of_parts(used.items())
+        for name in (name for name, value in used.items() if isinstance(value, _PLAIN)):
+            yield (id(table), name), ("", partial(_entry_of, table, name))
 
 
 def _parts_of(value: Any) -> Mapping[Any, Any]:
@@ -114,3 +130,11 @@ def _parts_of(value: Any) -> Mapping[Any, Any]:
     if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value))
     return getattr(value, "__dict__", {})
+
+
+def _value_of(variable: ContextVar[Any], name: str) -> Mapping[str, Any]:
+    return {name: variable.get(None)}
+
+
+def _entry_of(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return {name: table.get(name)}

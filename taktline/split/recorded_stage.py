@@ -143,7 +143,7 @@ class StageProgram:
                 continue
             runs = list[Run]()
             for step in reversed(group):
-                runs.append(self._step(step, later))
+                runs.append(self._layer(step, later) or self._step(step, later))
                 later.update(step.reads)
             found += runs if modes == outer else [partial(_run_in, modes, outer, runs[::-1])]
         return found[::-1]
@@ -171,11 +171,26 @@ class StageProgram:
 
         return run_region
 
+    def _layer(self, step: Step, later: set[Value]) -> Run | None:
+        """A function that runs a step in less time, if it is a layer: one value in, one out."""
+        given, places = step.args[0] if len(step.args) == 1 else None, list(step.places.items())
+        is_layer = step.kind == "unit" and type(given) is Value and not step.kwargs
+        if not is_layer or step.is_made_up or [p for _, p in places] != [((False, "output"),)]:
+            return None
+        keys, output, is_done = step.target.split("."), places[0][0], given not in later
+
+        def run(values: Values, stage: nn.Module) -> None:
+            layer: Any = stage
+            for key in keys:
+                layer = layer._modules[key]
+            values[output] = layer(values.pop(given) if is_done else values[given])
+
+        return run
+
     def _step(self, step: Step, later: set[Value]) -> Run:
         """A function that runs one step, and lets go of values that are not used later."""
         function, given, states = step.target, (step.args, step.kwargs), step.states
-        only = step.args[0] if len(step.args) == 1 and not step.kwargs else None
-        is_unit, is_read, is_layer = step.kind == "unit", step.kind == "read", type(only) is Value
+        is_unit, is_read = step.kind == "unit", step.kind == "read"
         keys = function.split(".") if is_unit else ()
         outputs = [(v, path[1:]) for v, path in step.places.items() if path[0][1] == "output"]
         left = [(v, path) for v, path in step.places.items() if path[0][1] != "output"]
@@ -187,12 +202,10 @@ class StageProgram:
                 target = target._modules[key]
             if states:
                 self._find_states(states, values, stage)
+            args, kwargs = call = filled(given, values)
             if left:
-                output = _run_unit(step, target, filled(given, values), left, values)
-            elif is_layer:  # takes less time
-                output = target(values[only])
+                output = _run_unit(step, target, call, left, values)
             else:
-                args, kwargs = filled(given, values)
                 output = target(*args, **kwargs)
             if is_read and not _same(output, step.found):
                 raise Differs if step.is_guard else step.differs(output)
@@ -315,6 +328,8 @@ class CutModel:
         self.starts = starts or partial(starts_of, cuts=self.cuts, name=empty.kind.__name__)
         self.homes: dict[str, frozenset[int]] = {}
         """The stages that have each unit, and each parameter that the forward itself uses."""
+        self.is_example = False
+        """Whether an example has shown the homes."""
         self.first: list[StageProgram] | None = None
         """The programs of all stages for the first call."""
         self.known: Callable[[Any], list[list[StageProgram]]] = lru_cache(KINDS)(lambda kind: [])
@@ -355,11 +370,15 @@ class CutModel:
         for stage, program in enumerate(known):
             for name in program.uses:
                 homes = {at for n in names_of.get(name, (name,)) for at in self._homes_of(n)}
-                if homes and stage not in homes:
+                homes = homes or {stage}
+                if stage not in homes:
+                    does = "calls" if name in program.plan.units else "uses the parameter"
+                    advice = "pass example=, the arguments of the model"
+                    if self.is_example:
+                        advice = "call the model as in the example, or cut it by hand"
                     raise PartitionError(
-                        f"the forward uses {name!r} in stage {stage}, but it is in stage "
-                        f"{min(homes)}; pass example=, the arguments of the model, and call it as "
-                        "in the example"
+                        f"the forward {does} {name!r} in stage {stage}, but it is in stage "
+                        f"{min(homes)}; {advice}"
                     )
 
     def _homes_of(self, name: str) -> frozenset[int]:

@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from taktline.errors import PartitionError
-from taktline.private import private
-from taktline.split.python_state import OWN_OF_MODULES, PythonState
+from taktline.split.python_state import OWN_OF_MODULES, SharedState, attributes_in
 from taktline.split.steps import (
     Absent,
     Args,
@@ -41,23 +40,21 @@ from taktline.split.steps import (
 )
 from taktline.split.without_data import (
     EmptyModel,
+    Fakes,
     NeedsData,
     NeedsSizes,
-    Operations,
     is_fake,
+    is_transformed,
+    joined,
     replaced,
 )
 
 _CALL = nn.Module.__call__
 _REFUSED = {
-    "backward": "runs a backward in the forward, which a stage cannot",
-    "grad": "asks for gradients (torch.autograd.grad), of what other stages may have made; do "
-    "that in a submodule that one stage runs",
+    "backward": "runs a backward in the forward, which a stage cannot; use torch.autograd.grad",
     "__set__": "sets an attribute of a tensor, such as x.data or x.grad; use x.copy_() instead",
 }
 """Functions that no stage can run."""
-_READS = frozenset(("tolist", "numpy", "__array__", "data_ptr"))
-"""Functions that read data without an operator."""
 _EFFECTS = frozenset(
     ("register_hook", "retain_grad", "register_post_accumulate_grad_hook", "add_loss")
 )
@@ -66,20 +63,64 @@ _STATISTICS = frozenset(("batch_norm", "instance_norm"))
 """Functions that change buffers, which torch does not show."""
 PIPE_SPLIT = frozenset(("pipe_split", "_pipe_split", "_pipe_split.default"))
 """Functions with which stages begin: ours, and the operator of torch."""
-_is_transformed: Callable[[torch.Tensor], bool] = private(
-    "torch._C._functorch.is_functorch_wrapped_tensor",
-    "a recorded forward",
-    otherwise=lambda tensor: False,
+_TRANSFORMED = (
+    "is inside of torch.vmap or another transform of functions, in which steps cannot be recorded; "
+    "use it inside of a submodule"
 )
-"""Whether a tensor is one of ``torch.vmap`` and the like."""
+
+
+class Generators:
+    """The generators of the user's own with which forwards draw, in all records of a call."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        """With their states before the first record."""
+        self._states: dict[int, torch.Tensor] = {}
+        self._all_known = False
+
+    def are_as_before(self, used: torch.Generator | None = None) -> bool:
+        """Whether only steps have changed them, and the one that is used is not of this record."""
+        if used in (None, torch.default_generator, *torch.cuda.default_generators):
+            pass
+        elif id(used) not in self._found:
+            if self._all_known:
+                return False
+            self._found[id(used)] = used, used.get_state()
+            self._states[id(used)] = used.get_state()
+        return all(
+            torch.equal(self._states[key], own.get_state()) for key, (own, _) in self._found.items()
+        )
+
+    def note(self) -> None:
+        """Note the states after a step."""
+        self._states = {key: own.get_state() for key, (own, _) in self._found.items()}
+
+    @contextmanager
+    def in_record(self, attempt: int) -> Iterator[None]:
+        """Let them begin a record with other states than the last one; restore them after it."""
+        self._all_known = attempt > 0
+        for own, _ in self._found.values():
+            own.manual_seed(attempt)
+        self.note()
+        try:
+            yield
+        finally:
+            for own, state in self._found.values():
+                own.set_state(state)
 
 
 class Recorder(TorchFunctionMode):
     """Records one forward."""
 
-    def __init__(self, empty: EmptyModel, operations: Operations, devices: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        empty: EmptyModel,
+        fakes: Fakes,
+        devices: tuple[str, ...],
+        generators: Generators,
+    ) -> None:
         super().__init__()
-        self.empty, self.operations, self.devices = empty, operations, devices
+        self.empty, self.fakes, self.devices = empty, fakes, devices
         self.is_inside: bool | str = False
         """Whether a function or a unit (its name) runs, whose own calls are not steps."""
         self.refusal: PartitionError | None = None
@@ -89,16 +130,15 @@ class Recorder(TorchFunctionMode):
         self.unknown: set[Value] = set()
         """Values that do not depend on arguments alone."""
         self.regions: tuple[int, ...] = ()
+        self.inner_outputs: dict[int, tuple[Step, Path]] = {}
+        self.inner_calls: Counter[str] = Counter()
         self.last_step: dict[str, Step] = {}
         """The last call of each unit."""
-        self.inner_names: dict[int, str] = {}
-        """The names of the modules inside of the unit that runs."""
-        self.inner_calls: Counter[str] = Counter()
-        self.inner_outputs: dict[int, tuple[Step, Path]] = {}
-        self.random_state = torch.get_rng_state()
+        self.random_state = self._random_state()
         """That of torch, after the last step."""
         self.constants: set[int] = set()
         """The ids of tensors that were made before, or by functions that are no steps."""
+        self.generators = generators
         self.shared: set[int] = set()
         """The ids of tensors that units get from each other as skips."""
         named = [
@@ -112,15 +152,19 @@ class Recorder(TorchFunctionMode):
             names[id(tensor)].append(name)
         self.states = {
             id(tensor): State(
-                tuple(names[id(tensor)]), operations.memory(tensor), name in empty.parameters
+                tuple(names[id(tensor)]), fakes.memory(tensor), name in empty.parameters
             )
             for name, tensor in named
         }
         self.unit_names = {id(module): name for name, module in reversed(empty.modules.items())}
         self.module_names = {id(module): name for name, module in empty.model.named_modules()}
+        self.inner_names: dict[int, str] = {}
+        """The names of the modules inside of the unit that runs."""
         self.first_hook = RemovableHandle.next_id
         """The number of the first hook that the forward itself registers."""
-        self.python_state = PythonState(empty.modules)
+        self.attributes = {name: attributes_in(unit) for name, unit in empty.modules.items()}
+        """Those of each unit after its last call."""
+        self.shared_state = SharedState(empty.modules)
         self.record = Record(
             given=((), {}),
             steps=[],
@@ -133,12 +177,6 @@ class Recorder(TorchFunctionMode):
     def is_recording(self) -> bool:
         """Whether what this thread calls now is a step."""
         return not self.is_inside and threading.get_ident() == self.thread
-
-    def refuse(self, why: str) -> NoReturn:
-        """Raise, also if the user's code catches it."""
-        error = PartitionError(f"{line_of_user()} {why}")
-        self.refusal = self.refusal or error
-        raise error
 
     def mark(self) -> None:
         """Note that the forward calls ``pipe_split()``."""
@@ -157,11 +195,8 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def _inside(self, given: Call, unit: bool | str = True) -> Iterator[None]:
         """Let no steps be recorded meanwhile, and keep a refusal."""
-        if any(map(_is_transformed, all_tensors(given))):
-            self.refuse(
-                "is inside of torch.vmap or another transform of functions, in which steps cannot "
-                "be recorded; use it inside of a submodule"
-            )
+        if any(map(is_transformed, all_tensors(given))):
+            self.refuse(_TRANSFORMED)
         self.is_inside = unit
         try:
             self.require_same_draws()
@@ -170,16 +205,8 @@ class Recorder(TorchFunctionMode):
             self.refusal = self.refusal or error
             raise
         finally:
-            self.random_state = torch.get_rng_state()
+            self.random_state = self._random_state()
             self.is_inside = False
-
-    def require_same_draws(self) -> None:
-        """Raise if random numbers were set or drawn between steps."""
-        if not torch.equal(self.random_state, torch.get_rng_state()):
-            self.refuse(
-                "comes after torch's random numbers were set (manual_seed, fork_rng), which "
-                "stages cannot follow; do it in a submodule that one stage runs as a whole"
-            )
 
     def region(self) -> AbstractContextManager[None]:
         """Let steps be inside of a checkpoint."""
@@ -191,7 +218,7 @@ class Recorder(TorchFunctionMode):
         """The value of a tensor, which may be new."""
         if id(tensor) not in self.values:
             absent = Absent(tuple(tensor.shape), tensor.dtype)
-            made = Value(len(self.values), name, self.operations.memory(tensor), absent)
+            made = Value(len(self.values), name, self.fakes.memory(tensor), absent)
             self.values[id(tensor)] = made
             self.record.values.append(made)
             self.kept.append(tensor)
@@ -270,38 +297,38 @@ class Recorder(TorchFunctionMode):
             require_no_modules((args, kwargs))
         if name in _REFUSED:
             self.refuse(_REFUSED[name])
-        if kwargs.get("generator") is not None:
-            self.refuse(
-                "draws with a generator of its own, of which each stage would have another copy; "
-                "leave out generator=, or draw in a submodule that one stage runs"
-            )
+        own, had_data = kwargs.get("generator"), self.fakes.have_data(given)
+        self._require_generators(own)
         try:
-            if name in _READS and not self.operations.have_data(given):
+            if name == "data_ptr":
                 raise NeedsData(func)
-            output = self.operations.run(func, (args, kwargs), given, self._number)
+            output, writes = self.fakes.run(func, (args, kwargs), given, self._number)
+            self.generators.note()
         except (NeedsData, NeedsSizes) as error:
             raise PartitionError(
                 f"{line_of_user()}: {name} needs the data of a value that submodules have "
                 "computed, which decides what the forward does next or how large its values are; "
                 "move it into a submodule that one stage runs as a whole, or use torch.where"
             ) from error
-        tensors, writes = all_tensors(output), self.operations.writes
+        tensors = all_tensors(output)
         has_effect = bool(writes) or name in _EFFECTS
-        is_read = self.operations.has_read or name in _READS
+        is_read = had_data and bool(given) and output is not None and not has_effect
+        needs_data = is_read and self.fakes.depends_on_data(func, (args, kwargs), output)
         if not tensors and not has_effect:
-            if is_read and output is not None and name != "__repr__":
+            if needs_data:
                 self._note_read(func, (args, kwargs), output)
             return output
         step = self._add_step("call", func, (args, kwargs))
-        has_drawn = not torch.equal(self.random_state, torch.get_rng_state())
-        step.draws = has_drawn or name in _EFFECTS
+        draws = had_data and self.random_state != self._random_state()
+        step.draws = draws or name in _EFFECTS or own is not None
         if name in _STATISTICS:
             writes |= {state.memory for state in step.states if not state.is_parameter}
         self._note_writes(step, given, writes)
         self._note_outputs(step, output, f"{name} ({step.line})")
-        if step.draws or not self.unknown.isdisjoint(step.reads):
+        is_free = not step.draws and self.unknown.isdisjoint(step.reads)
+        if not is_free:
             self.unknown.update(step.places)
-        for tensor in tensors if is_read else ():
+        for tensor in tensors if needs_data else ():
             self._note_read(torch.Tensor.size, ((tensor,), {}), tensor.shape)
         return output
 
@@ -324,13 +351,45 @@ class Recorder(TorchFunctionMode):
         named = (*self.record.values, *self.record.states)
         step.writes = frozenset(writes.intersection(each.memory for each in named))
         for tensor in given if writes else ():
-            if id(tensor) in self.constants and self.operations.memory(tensor) in writes:
+            if id(tensor) in self.constants and self.fakes.memory(tensor) in writes:
                 if isinstance(tensor, nn.Parameter):
                     self.refuse("makes a module or parameter; make it before, in the constructor")
                 self.refuse(
                     "changes a tensor that is neither a buffer nor an argument, nor made by this "
                     "forward; register it with register_buffer()"
                 )
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise, also if the user's code catches it."""
+        error = PartitionError(f"{line_of_user()} {why}")
+        self.refusal = self.refusal or error
+        raise error
+
+    def require_same_draws(self) -> None:
+        """Raise if random numbers were set or drawn between steps."""
+        if self.random_state != self._random_state():
+            self.refuse(
+                "comes after torch's random numbers were set (manual_seed, fork_rng), which "
+                "stages cannot follow; draw with a generator of its own (generator=...), or do it "
+                "in a submodule that one stage runs as a whole"
+            )
+
+    def _require_generators(self, used: torch.Generator | None = None) -> None:
+        """Raise if the forward has made or seeded a generator of its own."""
+        if not self.generators.are_as_before(used):
+            self.refuse(
+                "comes after the forward has made or seeded a generator, which stages would not "
+                "do; make and seed it before, or do both in a submodule that one stage runs"
+            )
+
+    def _random_state(self) -> Any:
+        try:
+            state = torch.default_generator.get_state().numpy().tobytes()
+        except RuntimeError:
+            self.refuse(_TRANSFORMED)
+        if "cuda" in self.devices and torch.cuda.is_initialized():
+            return state, torch.cuda.get_rng_state().numpy().tobytes()
+        return state
 
     # Modules
 
@@ -340,27 +399,30 @@ class Recorder(TorchFunctionMode):
         unit = self.unit_names.get(id(module)) if self.is_recording else None
         if unit is not None:
             with self._inside((args, kwargs), unit):
-                output = self._unit(module, unit, call, (args, kwargs))
+                output = self._unit(module, unit, partial(call, module), (args, kwargs))
         else:
             output = call(module, *args, **kwargs)
+        # Each call once, also if its class has a __call__ of its own.
         name = self.module_names.get(id(module))
         if name is None or threading.get_ident() != self.thread:
             return output
-        if not self.is_inside:
+        if not self.is_inside and (unit is not None or call is _CALL):
             self.record.spans.append((name, begin, len(self.record.steps)))
-        # Each call once, also if its class has a __call__ of its own.
-        elif call is _CALL and (path := self.inner_names.get(id(module))):
-            self._note_inner(path, output)
+        if call is _CALL:
+            self.record.runs[name] += 1
+            if self.is_inside and (path := self.inner_names.get(id(module))):
+                self._note_inner(path, output)
         return output
 
     def _unit(self, module: nn.Module, name: str, call: Callable[..., Any], given: Call) -> Any:
-        record, operations = self.record, self.operations
+        record = self.record
         require_no_modules(given)
-        if changed := self.python_state.changed_for(name):
-            self.refuse(
-                f"calls {name!r}, which uses {changed!r}, that the forward has changed before, but "
-                "the stage of that submodule does not see it; pass it on as an argument"
-            )
+        self._require_generators()
+        for (path, key), value in attributes_in(module).items():
+            if self.attributes[name].get((path, key)) != value:
+                self._refuse_change(name, f"of which the forward has changed {joined(path, key)!r}")
+        if changed := self.shared_state.changed_for(name):
+            self._refuse_change(name, f"which uses {changed!r}, that the forward has changed")
         step, known = self._add_step("unit", name, given), len(self.values)
         before = self.last_step.pop(name, None)
         step.call = before.call + 1 if before is not None else 0
@@ -372,18 +434,25 @@ class Recorder(TorchFunctionMode):
         own = {self.known(tensor) for tensor in tensors}
         own.update(v for s in record.steps if s.target == name for v in (*s.reads, *s.places))
         uses = partial(self._require_own, name, own)
-        run = partial(call, module)
-        output, record.costs[Cut(name, step.call)] = operations.run_unit(name, run, given, uses)
-        step.is_made_up = operations.has_made_up
+        output, step.is_made_up, writes, cost = self.fakes.run_unit(module, call, given, uses)
+        self.generators.note()
         torch.rand(())  # as if it had drawn: a state that is set back is seen
-        self.python_state.note(name)
-        self._note_writes(step, tensors, operations.writes)
+        self.attributes[name] = attributes_in(module)
+        self.shared_state.note(name)
+        record.costs[Cut(name, step.call)] = cost
+        self._note_writes(step, tensors, writes)
         self._note_outputs(step, output, f"{name} (its output)")
         for path, tensor in walk(given, ((False, "arguments"),)):  # such as in lists and dicts
             if isinstance(tensor, torch.Tensor) and self.known(tensor) is None:
                 step.places[self.value(tensor, f"{name} (in its arguments)")] = path
         self.unknown.update(value for value in step.places if value.number >= known)
         return output
+
+    def _refuse_change(self, name: str, what: str) -> NoReturn:
+        self.refuse(
+            f"calls {name!r}, {what} before, but the stage of that submodule does not see it; pass "
+            "it on as an argument"
+        )
 
     def _require_own(self, name: str, own: set[Any], tensor: torch.Tensor) -> None:
         """Raise if a unit uses a tensor that it was not given."""

@@ -364,7 +364,6 @@ class Cut(NamedTuple):
 
 
 _SETTINGS: list[tuple[Any, Any]] = [
-    (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
@@ -379,9 +378,10 @@ _SETTINGS: list[tuple[Any, Any]] = [
 class Modes(NamedTuple):
     """The modes of torch in which a step runs."""
 
-    settings: tuple[Any, ...]
+    grad: bool
     autocast: tuple[tuple[str, torch.dtype | None], ...]
     """For each type of device the type in which autocast computes; None if it is off."""
+    settings: tuple[Any, ...]
 
     @classmethod
     def now(cls, devices: tuple[str, ...]) -> Modes:
@@ -390,12 +390,15 @@ class Modes(NamedTuple):
             (each, torch.get_autocast_dtype(each) if torch.is_autocast_enabled(each) else None)
             for each in devices
         ]
-        return cls(tuple([ask() for ask, _ in _SETTINGS]), tuple(autocast))
+        settings = tuple([ask() for ask, _ in _SETTINGS])
+        return cls(torch.is_grad_enabled(), tuple(autocast), settings)
 
     @contextmanager
     def instead_of(self, outer: Modes) -> Iterator[None]:
         """Let these be the modes, where they differ from those outside."""
         with ExitStack() as stack:
+            if self.grad != outer.grad:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
             pairs = zip(_SETTINGS, self.settings, outer.settings, strict=True)
             for (ask, change), setting, before in pairs:
                 if setting != before:
@@ -473,6 +476,8 @@ class Record:
     values: list[Value] = field(default_factory=list)
     costs: dict[Cut, int] = field(default_factory=dict)
     """What each call of a unit costs, in the order of the calls."""
+    runs: Counter[str] = field(default_factory=Counter)
+    """How often each module has run, also inside of units."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """Calls of modules that are in no unit: the first step of each, and the one after it."""
     marks: list[int] = field(default_factory=list)

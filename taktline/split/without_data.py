@@ -1,4 +1,4 @@
-"""A copy of a model without data, in which a forward can be recorded, and what runs its operators.
+"""A copy of a model without data, in which a forward can be recorded.
 
 ::
 
@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -30,6 +30,8 @@ from taktline.split.steps import (
     Cut,
     all_tensors,
     arguments_of_forward,
+    filled,
+    mapped,
 )
 from taktline.stage.names import unwrapped
 
@@ -81,6 +83,7 @@ class EmptyModel:
         counter: Callable[[], Any] = nullcontext,
     ) -> None:
         require_python(model)
+        _require_own_hooks(model)
         self.kind, self.counter = type(model), counter
         units = _units_of(model, cuts, opened)
         inside = {id(part) for name in units for part in model.get_submodule(name).modules()}
@@ -96,7 +99,6 @@ class EmptyModel:
                 made = memo[id(module)]
                 made.__dict__ = {k: _copied(v, memo) for k, v in vars(module).items()}
                 made.__dict__["_compiled_call_impl"] = None
-        _require_own_hooks(model, memo)
         self.model: nn.Module = memo[id(model)]
         self.modules = {name: self.model.get_submodule(name) for name in units}
         if "use_cache" not in arguments_of_forward(self.kind):
@@ -186,21 +188,24 @@ def _require_plain(name: str, module: nn.Module) -> None:
         )
 
 
-def _require_own_hooks(model: nn.Module, copies: dict[int, Any]) -> None:
+def _require_own_hooks(model: nn.Module) -> None:
     """Raise if a hook has the model itself, or what it keeps: the recorded copy has others."""
+    kept = {id(module): "the model" for module in model.modules() if module._modules}
+    for module in model.modules():
+        own = {key: vars(module)[key] for key in vars(module).keys() - vars(nn.Module()).keys()}
+        kept |= {id(v): repr(key) for key, v in own.items() if isinstance(v, (dict, list))}
     for name, module in model.named_modules():
         for hook in (hook for table in _HOOKS[:2] for hook in getattr(module, table).values()):
+            found = None
             for cell in getattr(hook, "__closure__", None) or ():
-                kept: Any = None
                 with suppress(ValueError):  # a name that has no value
-                    kept = cell.cell_contents
-                is_part = isinstance(kept, (dict, list)) or getattr(kept, "_modules", None)
-                if is_part and id(kept) in copies:
-                    raise PartitionError(
-                        f"a hook of {name!r} refers to the model, or to what it keeps, of which "
-                        "its stage has only a part; let the hook keep what it needs in an "
-                        "attribute of its own module, the first argument of hooks"
-                    )
+                    found = found or kept.get(id(cell.cell_contents))
+            if found:
+                raise PartitionError(
+                    f"a hook of {name!r} refers to {found}, of which its stage has only a part; "
+                    "let the hook keep what it needs in an attribute of its own module, the first "
+                    "argument of hooks"
+                )
 
 
 _Table = tuple[dict[str, Any], dict[str, torch.Tensor]]
@@ -234,13 +239,14 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 _WHAT = "a recorded forward"
 NeedsData = private("torch._subclasses.fake_tensor.DataDependentOutputException", _WHAT)
 NeedsSizes = private("torch._subclasses.fake_tensor.DynamicOutputShapeException", _WHAT)
-FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", _WHAT)
+_FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", _WHAT)
 _FakeMode = private("torch._subclasses.fake_tensor.FakeTensorMode", _WHAT)
 _with_data = private("torch._subclasses.fake_tensor.unset_fake_temporarily", _WHAT)
 _DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", _WHAT)
-_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Those of operators that look at data, to return a number or a tensor of a size."""
-_INDEXING, _MASKS = ("index", "index_put", "index_put_"), (torch.bool, torch.uint8)
+is_transformed: Callable[[torch.Tensor], bool] = private(
+    "torch._C._functorch.is_functorch_wrapped_tensor", _WHAT, otherwise=lambda tensor: False
+)
+"""Whether a tensor is one of ``torch.vmap`` and the like."""
 
 
 def true_entries(mask: torch.Tensor) -> int:
@@ -248,27 +254,22 @@ def true_entries(mask: torch.Tensor) -> int:
     return int(torch.count_nonzero(mask))
 
 
-def has_data(tensors: Iterable[Any]) -> bool:
+def has_data(tensors: Sequence[Any]) -> bool:
     """Whether all of these have data."""
     return not any(is_fake(t) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors)
 
 
 def is_fake(tensor: Any) -> bool:
     """Whether this is a tensor without data."""
-    return isinstance(tensor, FakeTensor)
+    return isinstance(tensor, _FakeTensor)
 
 
-class Operations(_DispatchMode):
-    """Sees and runs the operators of one recorded forward: without data, if a tensor has none.
+class Fakes:
+    """The tensors without data of one recorded forward, on one device.
 
-    Args:
-        device: where the forward runs.
-        computes_in: the type of FSDP's mixed precision: of parameters, and of what units get.
-        made_up: what units read where they need data: 0 or 1.
-        counter: a context around the run of a unit, which has a ``cost`` in the end.
+    What a function gets may be partly with data, partly without; then the result has none.
+    ``computes_in`` is the type of FSDP's mixed precision: of parameters, and of what units get.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -277,8 +278,7 @@ class Operations(_DispatchMode):
         made_up: int,
         counter: Callable[[], Any],
     ) -> None:
-        super().__init__()
-        self.fake_mode = _FakeMode(allow_non_fake_inputs=True)
+        self.mode = _FakeMode(allow_non_fake_inputs=True)
         self.device, self.computes_in, self.made_up = device, computes_in, made_up
         self.counter = counter
         self._held: dict[int, Any] = {}
@@ -289,21 +289,6 @@ class Operations(_DispatchMode):
         """The memory with data for which one without data stands."""
         self._written: set[int] = set()
         """Memory whose data is not what the forward would have there."""
-        self._begin()
-
-    def _begin(
-        self,
-        uses: Callable[[torch.Tensor], None] | None = None,
-        number: Callable[..., Any] | None = None,
-    ) -> None:
-        """Before a function or a unit, which has ``uses``."""
-        self._uses, self._number = uses, number
-        self.writes: set[int] = set()
-        """The memory that it changes."""
-        self.has_read = False
-        """Whether it has looked at data."""
-        self.has_made_up = False
-        """Whether it has got data that is made up."""
 
     def memory(self, tensor: torch.Tensor) -> int:
         """The memory of a tensor; views have the same."""
@@ -316,155 +301,233 @@ class Operations(_DispatchMode):
             self._held[found] = tensor
         return self._same.get(found, found)
 
-    def argument(self, given: torch.Tensor | Absent) -> torch.Tensor:
+    def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.mode:
+            return _empty(tensor, self.device)
+
+    def fresh(self, given: torch.Tensor | Absent) -> torch.Tensor:
         """What a recorded forward has in the place of an argument."""
         if isinstance(given, Absent):
             given = torch.empty(given.shape, dtype=given.dtype, device="meta")
-        return self.own(given, given.device)
+        if not has_data([given]):
+            return self._empty(given)
+        return given.detach().clone().requires_grad_(given.requires_grad)
 
-    def own(self, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a recorded forward has in the place of a parameter or buffer."""
-        if has_data([tensor]) and not isinstance(tensor, nn.Parameter):
-            made = tensor.detach().to(device or self.device, copy=True)
-            return made.requires_grad_(tensor.requires_grad)
-        with self.fake_mode:
-            made = _empty(tensor, self.device)
-            return self._cast(made) if isinstance(tensor, nn.Parameter) else made
+        if isinstance(tensor, nn.Parameter):
+            return self._cast(self._empty(tensor))
+        if not has_data([tensor]):
+            return self._empty(tensor)
+        made = tensor.detach().to(self.device, copy=True)
+        return made.requires_grad_(tensor.requires_grad)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in the type in which FSDP computes."""
         if self.computes_in is None or not tensor.is_floating_point():
             return tensor
-        made = tensor.to(self.computes_in)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        with self.mode:
+            made = tensor.to(self.computes_in)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
 
-    def as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+    def as_fake(self, tensor: Any) -> Any:
         """A tensor without data in the place of another; the same each time."""
-        if is_fake(tensor):
+        if is_fake(tensor) or isinstance(tensor, Absent):
             return tensor
         if id(tensor) not in self._fakes:
             with _with_data():
-                fake = self.fake_mode.from_tensor(tensor.detach())
+                fake = self.mode.from_tensor(tensor.detach())
             self._fakes[id(tensor)] = fake, tensor
             self._same[self.memory(fake)] = self.memory(tensor)
         return self._fakes[id(tensor)][0]
 
-    def have_data(self, tensors: Iterable[torch.Tensor]) -> bool:
+    def have_data(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors have data, and it is right."""
         return not any(is_fake(each) or self.memory(each) in self._written for each in tensors)
 
     def run(
-        self, func: Any, call: Call, given: Sequence[torch.Tensor], number: Callable[..., Any]
-    ) -> Any:
+        self, func: Any, call: Call, given: Sequence[Any], number: Callable[..., Any]
+    ) -> tuple[Any, set[int]]:
         """Call a function, with data if all that it gets has some.
 
-        ``number`` reads one from a tensor with data, beside some without.
+        Also returns the memory that it changes. ``number`` reads one from a tensor with data,
+        beside some without.
         """
-        (args, kwargs), with_data = call, self.have_data(given)
-        self._begin(number=None if with_data else number)
-        with nullcontext() if with_data else self.fake_mode, self:
+        args, kwargs = call
+        if self.have_data(given):
+            before = [(each, each._version) for each in given if not each.is_inference()]
             output = func(*args, **kwargs)
-        if with_data:
-            self.writes &= set(map(self.memory, given))  # not what it has made itself
-        else:
-            self._written |= self.writes
-        return output
+            return output, {self.memory(t) for t, version in before if t._version != version}
+        if not kwargs:
+            func, args = self._without_masks(func, args, number)
+        with self.mode, _Watch(self, number=number) as watch:
+            output = func(*args, **kwargs)
+        self._written |= watch.writes
+        return output, watch.writes
+
+    def _without_masks(
+        self, func: Any, args: tuple[Any, ...], number: Callable[..., Any]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """An indexing by masks that have data as one by places, whose number is read."""
+        tensor = torch.Tensor
+        if func in (tensor.masked_select, torch.masked_select) and self.have_data(args[1:2]):
+            number(args[1], true_entries)
+            shape = torch.broadcast_shapes(*(each.shape for each in args[:2]))
+            places = args[1].expand(shape).nonzero().unbind(1)
+            return tensor.__getitem__, (args[0].expand(shape), places)
+        if func not in (tensor.__getitem__, tensor.__setitem__):
+            return func, args
+        found: list[Any] = []
+        for each in args[1] if isinstance(args[1], tuple) else (args[1],):
+            is_mask = isinstance(each, tensor) and each.dtype is torch.bool and each.dim() > 0
+            if is_mask and self.have_data([each]):
+                number(each, true_entries)
+                found += each.nonzero().unbind(1)
+            else:
+                found.append(each)
+        return func, (args[0], tuple(found), *args[2:])
+
+    def depends_on_data(self, func: Callable[..., Any], call: Call, output: Any) -> bool:
+        """Whether a function needs data to return a number, or a tensor of a size."""
+        if isinstance(output, (torch.Size, torch.dtype)) or not self.have_data(all_tensors(output)):
+            return False
+        try:
+            with torch.no_grad(), self.mode, _Watch(self):
+                args, kwargs = filled(mapped(call, self.as_fake), {})
+                func(*args, **kwargs)
+        except Exception:
+            return True
+        return False
 
     def run_unit(
-        self, name: str, call: Callable[..., Any], given: Call, uses: Callable[..., None]
-    ) -> tuple[Any, int]:
+        self, unit: nn.Module, call: Any, given: Call, uses: Callable[[torch.Tensor], None]
+    ) -> tuple[Any, bool, set[int], int]:
         """Call a unit without data; ``uses`` sees each tensor that it computes with.
 
-        Also returns what it costs. Numbers that it reads are made up: 0 in one record, 1 in others.
+        Also returns whether some of it needs data, which is made up then, the memory that it
+        changes, and what it costs. If it fails so, such as one that sorts tokens and counts them,
+        it runs with made-up data as a whole.
         """
-        self._begin(uses)
         for tensor in all_tensors(given):
             self.as_fake(tensor)  # outside of the counter
+        watch = _Watch(self, uses)
         if self.computes_in is not None:
-            with self.fake_mode:
-                given = pytree.tree_map_only(torch.Tensor, self._cast, given)
+            given = pytree.tree_map_only(torch.Tensor, self._cast, given)
         args, kwargs = given
         try:
-            with self.fake_mode, self.counter() as counter, self:
+            with self.mode, self.counter() as counter, watch:
                 output = call(*args, **kwargs)
-        except Exception as error:
-            if isinstance(error, PartitionError) or not self.has_made_up:
-                raise
-            raise PartitionError(
-                f"{name!r} reads numbers that depend on data, and cannot run where they are all "
-                f"{self.made_up}: {type(error).__name__}: {error}; let it compute with tensors of "
-                "one size, without reading numbers, or pass a list of stages, cut by hand"
-            ) from error
-        self._written |= self.writes
-        return output, getattr(counter, "cost", 0)
+        except PartitionError:
+            raise
+        except Exception:  # with data, its own error counts
+            with self.counter() as counter:
+                output = self._run_with_data(unit, call, given, watch)
+        self._written |= watch.writes
+        return output, watch.has_made_up, watch.writes, getattr(counter, "cost", 0)
+
+    def _run_with_data(
+        self, unit: nn.Module, call: Callable[..., Any], given: Call, watch: _Watch
+    ) -> Any:
+        """Call a unit with small random numbers where there is no data."""
+        watch.has_made_up, random = True, torch.Generator().manual_seed(self.made_up)
+        reals, fakes = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+
+        def real(tensor: Any) -> Any:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in reals:
+                made = tensor if self.have_data([tensor]) else _random(tensor, random)
+                reals[id(tensor)], fakes[id(made)] = made, tensor
+            return reals.get(id(tensor), tensor)
+
+        def fake(tensor: Any) -> Any:
+            if not isinstance(tensor, torch.Tensor) or id(tensor) in fakes:
+                return fakes.get(id(tensor), tensor)
+            made = self.mode.from_tensor(tensor.detach())
+            return made.requires_grad_().clone() if tensor.requires_grad else made
+
+        def change(to: Callable[[Any], Any]) -> None:
+            for table, tensors in (each for part in unit.modules() for each in _tables_of(part)):
+                table.update((key, to(tensor)) for key, tensor in tensors.items())
+
+        args, kwargs = filled(mapped(given, real), {})
+        try:
+            change(real)
+            output = call(*args, **kwargs)
+        finally:
+            change(fake)
+        for tensor in all_tensors(given):
+            if reals[id(tensor)] is not tensor and reals[id(tensor)]._version:
+                watch.writes.add(self.memory(tensor))
+        return filled(mapped(output, fake), {})
+
+
+class _Watch(_DispatchMode):
+    """Sees what runs without data: what it uses and changes, and what needs data.
+
+    In a unit, which has ``uses``, that runs on one number everywhere: zeros in the first run of a
+    forward, ones in others.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        fakes: Fakes,
+        uses: Callable[[torch.Tensor], None] | None = None,
+        number: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._fakes, self._uses, self._number = fakes, uses, number
+        self.has_made_up = False
+        self.writes: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "").partition(".")[0]
+        kwargs = kwargs or {}
         # C++ asks for a device where no error may be raised: that would end the process.
-        if self._uses is not None and getattr(func, "namespace", "") != "prim":
+        is_query = getattr(func, "namespace", "") == "prim"
+        if self._uses is not None and not is_query:
             for tensor in _tensors_of(args):
                 self._uses(tensor)
-        self._note_writes(func, args, kwargs)
-        if self._uses is None and self._number is None:
-            has_masks = any(each.dtype in _MASKS for each in _tensors_of(args[1:2]))
-            looks = not _TAGS.isdisjoint(getattr(func, "tags", ()))
-            self.has_read |= looks and (has_masks or name not in _INDEXING)
-            return func(*args, **kwargs)
-        if self._number is not None:
-            if name == "_local_scalar_dense" and self.have_data(args):
-                return self._read(args[0])
-            if name in _INDEXING:
-                args = (args[0], self._places(args[1]), *args[2:])
+        is_item = getattr(func, "__name__", "") == "_local_scalar_dense.default"
+        if is_item and self._number is not None and self._fakes.have_data(args):
+            with _with_data():
+                return self._number(args[0])
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+            for argument in schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    changed = _tensors_of([given.get(argument.name)])
+                    self.writes.update(map(self._fakes.memory, changed))
         if not all(map(is_fake, _tensors_of((*args, *kwargs.values())))):
-            args, kwargs = pytree.tree_map_only(torch.Tensor, self.as_fake, (args, kwargs))
+            given = pytree.tree_map_only(torch.Tensor, self._fakes.as_fake, (args, kwargs))
+            args, kwargs = given
         try:
             return func(*args, **kwargs)
         except RuntimeError:
             if self._uses is None:
                 raise
-        return self._made_up(func, args, kwargs)
-
-    def _note_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        schema = getattr(func, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            return
-        given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
-        for argument in schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self.writes.update(map(self.memory, _tensors_of([given.get(argument.name)])))
-
-    def _read(self, tensor: torch.Tensor, *how: Any) -> Any:
-        """A number from a tensor with data."""
-        with _with_data():
-            return self._number(tensor, *how)  # pyright: ignore[reportOptionalCall]
-
-    def _places(self, indices: Sequence[Any]) -> list[Any]:
-        """Indices, with masks that have data as places; how many these are is read."""
-        found: list[Any] = []
-        for each in indices:
-            if each is not None and each.dtype in _MASKS and self.have_data([each]):
-                self._read(each, true_entries)
-                with _with_data():
-                    found += each.nonzero().unbind(1)
-            else:
-                found.append(each)
-        return found
-
-    def _made_up(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator that needs data on one number everywhere."""
-        number = self.made_up
-
-        def full(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.full(tuple(tensor.shape), number, dtype=tensor.dtype, device=tensor.device)
-
-        with _with_data():
-            args, kwargs = pytree.tree_map_only(torch.Tensor, full, (args, kwargs))
-            output = func(*args, **kwargs)
         self.has_made_up = True
+        with _with_data():
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._full, (args, kwargs))
+            output = func(*args, **kwargs)
         if output is True:  # such as "any is infinite", "this is none of them"
-            return number == 0
-        return pytree.tree_map_only(torch.Tensor, self.fake_mode.from_tensor, output)
+            return self._fakes.made_up == 0
+        return pytree.tree_map_only(torch.Tensor, self._fakes.mode.from_tensor, output)
+
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+        shape, number = tuple(tensor.shape), self._fakes.made_up
+        return torch.full(shape, number, dtype=tensor.dtype, device=tensor.device)
+
+
+def _random(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """A tensor with small random numbers in the place of one without data."""
+    shape = tuple(tensor.shape)
+    made = torch.zeros(shape, dtype=tensor.dtype)
+    if tensor.is_floating_point() or tensor.is_complex():
+        made = (torch.randn(shape, generator=random) * 0.02).to(tensor.dtype)
+    made = made.to(tensor.device)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _tensors_of(given: Any) -> Iterator[torch.Tensor]:

@@ -184,13 +184,18 @@ def words(count: int) -> tuple[Tensor, Tensor]:
     return text[:, :-1].clone(), text[:, 1:].clone()
 
 
-CASES = {
-    "gpt": Case(
-        lambda: nn.Sequential(*make_layers("gpt", 4)),
-        lambda count: make_batch("gpt", count),
-        loss_fn("gpt"),
+def language(name: str) -> Case:
+    return Case(
+        lambda: nn.Sequential(*make_layers(name, 4)),
+        lambda count: make_batch(name, count),
+        loss_fn(name),
         {2: {"2": BEGINNING}, 4: {"1": BEGINNING, "1.down": END, "3.0": END}},
-    ),
+    )
+
+
+CASES = {
+    "gpt": language("gpt"),
+    "llama": language("llama"),
     "resnet": Case(
         ResNet,
         labelled,

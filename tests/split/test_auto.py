@@ -228,3 +228,33 @@ def test_an_encoder_and_a_decoder_are_both_cut() -> None:
     pieces = auto(model, 4, (x, x))
     assert starts(pieces) == ("", "encoder.layers.2", "decoder.0", "decoder.2")
     assert torch.equal(pieces(x, -x), model(x, -x))
+
+
+class Tower(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class TwoTowers(nn.Module):
+    """Images and texts, of which a batch may have one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.texts, self.head = Tower(64), Tower(4), nn.Linear(4, 2)
+
+    def forward(self, texts: Tensor, images: Tensor | None = None) -> Tensor:
+        texts = self.texts(texts)
+        return self.head(texts if images is None else texts + self.images(images).mean())
+
+
+def test_a_row_of_layers_that_is_not_called() -> None:
+    x, images = torch.ones(2, 4), torch.ones(2, 64)
+    cuts = ("", "texts.layers.1", "texts.layers.3", "texts.layers.5")
+    assert starts(auto(TwoTowers(), 4, (x,))) == cuts
+    assert "images.layers.2" in starts(auto(TwoTowers(), 4, (x, images)))

@@ -132,13 +132,15 @@ def test_without_an_example_the_order_is_that_of_definition() -> None:
         tl.split.by_names(Model(), ["layers.2", "layers.1"])
     pieces = tl.split.by_names(Model(), ["layers.2"])
     with pytest.raises(
-        PartitionError, match=r"uses 'norm' in stage 1, but it is in stage 0; pass example="
+        PartitionError, match=r"calls 'norm' in stage 1, but it is in stage 0; pass example="
     ):
         pieces(X)
     model = Model()
     model.norm = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
     pieces = tl.split.by_names(model, ["layers.2"])
-    with pytest.raises(PartitionError, match=r"uses 'bias' in stage 1, but it is in stage 0; pass"):
+    with pytest.raises(
+        PartitionError, match=r"uses the parameter 'bias' in stage 1, but it is in stage 0; pass"
+    ):
         pieces(X)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from taktline.errors import PartitionError
-from taktline.split import auto
+from taktline.split import auto, deferred
 from taktline.split.costs import OperationCounter
+from tests.split.test_auto import sizes
 
 ENDS = torch.tensor([8, 16, 24], dtype=torch.int32)
 
@@ -97,6 +98,49 @@ def test_views_cost_nothing_and_other_operations_do() -> None:
         x.exp().exp()
     assert (once.numbers, once.calls) == (64, 1)
     assert twice.cost == 2 * once.cost > 0
+
+
+def experts(way: str, top: int = 1, wider: int = 1) -> Any:
+    """Wide layers, and a head that costs as much as two of the smallest."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    kind: Any = Qwen3MoeConfig
+    config = kind(
+        vocab_size=2048,
+        hidden_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        moe_intermediate_size=128 * wider,
+        num_experts=8,
+        num_experts_per_tok=top,
+        use_cache=False,
+    )
+    config._experts_implementation = way
+    with deferred():
+        return Qwen3MoeForCausalLM(config)
+
+
+WAYS = [
+    "grouped_mm",
+    *(pytest.param(way, marks=pytest.mark.matrix) for way in ("eager", "batched_mm")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_count(way: str) -> None:
+    example = (), {"input_ids": torch.zeros(4, 128, dtype=torch.int64)}
+    narrow, several, wide = (
+        auto(experts(way, **change), 3, example) for change in ({}, {"top": 8}, {"wider": 8})
+    )
+    divisions: list[Any] = [pieces.division for pieces in (narrow, several, wide)]
+    costs = [sum(division.partition.stage_costs) for division in divisions]
+    assert min(costs[1:]) > 1.5 * costs[0]
+    if way == "grouped_mm":  # others copy all weights, or give every token to every expert
+        assert sizes(narrow)[-1] < sizes(several)[-1], "the head is less of the whole"
+        assert sizes(narrow)[-1] < sizes(wide)[-1]
 
 
 def test_layers_that_cannot_be_measured() -> None:

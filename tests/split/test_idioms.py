@@ -254,7 +254,7 @@ def masks_of_arguments(self: Any, x: Tensor) -> Tensor:
     some = x[mask]
     x = x.clone()
     x[mask, 1:] = self.blocks[1](some)[:, 1:] * len(some)
-    return self.blocks[2](x)
+    return self.blocks[2](x) + x.masked_select(mask[:, None]).sum()
 
 
 def sizes_of_activations(self: Any, x: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ def calls_forward(self: Any, x: Tensor) -> Tensor:
 RIGHT: list[Any] = [
     masks, parameters, no_grad_in_parts, mixed_types, own_function, checkpoints, reentrant,
     one_checkpoint, nested_checkpoints, new_tensor_in_place, crossing_in_place, views,
-    several_times, losses, sizes_of_arguments, masks_of_arguments, gradient_hooks, detaches, draws,
+    several_times, losses, sizes_of_arguments, gradient_hooks, detaches, draws,
     buffer_in_place, argument_in_place,
 ]  # fmt: skip
 
@@ -394,6 +394,13 @@ def returned(self: Any, x: Tensor) -> Tensor:
     for block in self.blocks:
         x, mask = block(x, mask)
     return x * mask
+
+
+def only_keywords(self: Any, x: Tensor, *, factor: float, other: Tensor | None = None) -> Tensor:
+    x = self.blocks[0](self.embed(x) * factor)
+    if other is not None:
+        x = x + other
+    return self.blocks[2](self.blocks[1](x))
 
 
 def pair(kind: Any) -> Callable[[], nn.Module]:
@@ -659,6 +666,9 @@ def numpy_number(self: Any, x: Tensor) -> Tensor:
     return self.run(self.embed(x)) + np.random.rand()
 
 
+_OWN = torch.Generator()
+
+
 def clock(self: Any, x: Tensor) -> Tensor:
     return self.run(self.embed(x)) * time.perf_counter()
 
@@ -692,13 +702,26 @@ def view_and_base(self: Any, x: Tensor) -> Tensor:
     return self.blocks[2](y + x)
 
 
-def own_generator(self: Any, x: Tensor) -> Tensor:
-    return self.run(self.embed(x) * torch.rand(2, 4, generator=torch.Generator()))
+def makes_a_generator(self: Any, x: Tensor) -> Tensor:
+    own = torch.Generator().manual_seed(3)
+    return self.run(self.embed(x) * torch.rand(2, 4, generator=own))
 
 
-def selects(self: Any, x: Tensor) -> Tensor:
+def seeds_a_generator(self: Any, x: Tensor) -> Tensor:
+    _OWN.manual_seed(3)
+    return self.run(self.embed(x) * torch.rand(2, 4, generator=_OWN))
+
+
+def seeds_between(self: Any, x: Tensor) -> Tensor:
+    x = self.blocks[0](self.embed(x)) * torch.rand(2, 4, generator=_OWN)
+    _OWN.manual_seed(3)
+    x = self.blocks[1](x) * torch.rand(2, 4, generator=_OWN)
+    return self.blocks[2](x)
+
+
+def a_mask_by_keyword(self: Any, x: Tensor) -> Tensor:
     mask = x < 0
-    return self.run(self.embed(x)) + self.embed(x).masked_select(mask).sum()
+    return self.run(self.embed(x)) + self.embed(x).masked_select(mask=mask).sum()
 
 
 def gradient_of_blocks(self: Any, x: Tensor) -> Tensor:
@@ -706,6 +729,12 @@ def gradient_of_blocks(self: Any, x: Tensor) -> Tensor:
     x = self.blocks[1](self.blocks[0](begin)) + begin
     (slope,) = torch.autograd.grad((x + begin).square().sum(), begin, create_graph=True)
     return self.blocks[2](x + slope)
+
+
+def gradient_of_a_weight(self: Any, x: Tensor) -> Tensor:
+    x = self.run(self.embed(x) * self.scale) * self.scale
+    (slope,) = torch.autograd.grad(x.square().sum(), self.scale, create_graph=True)
+    return x + slope
 
 
 def in_vmap(self: Any, x: Tensor) -> Tensor:
@@ -721,7 +750,7 @@ def in_vmap(self: Any, x: Tensor) -> Tensor:
             HERE + r".* needs the data of a value that submodules",
         ),
         (sizes_of_activations, HERE + r": bincount needs the data of a value"),
-        (selects, HERE + r": masked_select needs the data of a value"),
+        (a_mask_by_keyword, HERE + r": masked_select needs the data of a value"),
         (reads_sizes_of_activations, HERE + r": __getitem__ needs the data of a value"),
         (counts, r"changes its attribute 'count' in each call"),
         (numpy_number, HERE + r" does something else in each call"),
@@ -736,15 +765,32 @@ def in_vmap(self: Any, x: Tensor) -> Tensor:
             view_and_base,
             HERE + r" changes a value in place in stage 1.* view of it",
         ),
-        (gradient_of_blocks, HERE + r" asks for gradients \(torch\.autograd\.grad\)"),
+        (gradient_of_blocks, HERE + r" asks for gradients in stage 1, of what stage 0 has made"),
+        (gradient_of_a_weight, HERE + r" asks for gradients in stage 2, of what stage 0 has made"),
         (in_vmap, HERE + r".*torch.vmap"),
-        (own_generator, HERE + r" draws with a generator of its own"),
+        (makes_a_generator, HERE + r" comes after the forward has made or seeded a generator"),
+        (seeds_a_generator, HERE + r" comes after the forward has made or seeded a generator"),
+        (seeds_between, HERE + r" comes after the forward has made or seeded a generator"),
         (calls_forward, r"does not call 'blocks\.1', .* block\(x\), not block\.forward\(x\)"),
     ],
     ids=lambda each: getattr(each, "__name__", "text"),
 )
 def test_what_is_refused(body: Body, text: str) -> None:
     refused(lambda: Net(body), text, X)
+
+
+def test_a_generator_of_its_own_is_used_once() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        noise = torch.rand(2, 4, generator=_OWN)
+        x = self.blocks[0](self.embed(x)) * noise
+        return self.blocks[2](self.blocks[1](x) * noise)
+
+    model = Net(body)
+    _OWN.manual_seed(1)
+    pieces = tl.split.by_names(model, ["blocks.1"], example=(X,))
+    found = [pieces(X) for _ in range(2)]
+    _OWN.manual_seed(1)
+    assert all(map(torch.equal, found, [model(X) for _ in range(2)]))
 
 
 def test_a_parameter_inside_of_a_submodule_without_an_example() -> None:

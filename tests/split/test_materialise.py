@@ -12,6 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import taktline as tl
 from taktline.errors import ArgumentError, StateError
@@ -56,6 +59,25 @@ class File(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._file.keys())
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that lived on the CPU at one moment, of what operations made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                memory = tensor.untyped_storage()
+                self._alive[StorageWeakRef(memory)] = memory.nbytes()
+        self._alive = {ref: size for ref, size in self._alive.items() if not ref.expired()}
+        self.most = max(self.most, sum(self._alive.values()))
+        return result
 
 
 def _deferred() -> tuple[Tied, Tied]:
@@ -155,11 +177,14 @@ def test_a_parameter_that_nothing_initialises() -> None:
         materialise(model, "cpu")
 
 
-def test_other_pieces_stay_without_values() -> None:
+def test_memory_is_that_of_the_piece_and_one_tensor() -> None:
     with deferred():
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    materialise(model[1:3], "cpu")
-    assert [layer.weight.is_meta for layer in model] == [True, False, False, True]  # pyright: ignore
+        model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(20)), nn.BatchNorm1d(100))
+    with Peak() as peak:
+        piece = materialise(model[14:16], "cpu")
+    own = sum(4 * tensor.numel() for tensor in tensors(piece).values())
+    assert own <= peak.most <= own + 100 * 100 * 4 + 1000
+    assert all(layer.weight.is_meta for layer in (*model[:14], *model[16:]))  # pyright: ignore
 
 
 def test_only_own_names_are_read_from_a_file(tmp_path: Path) -> None:
@@ -176,10 +201,21 @@ def test_only_own_names_are_read_from_a_file(tmp_path: Path) -> None:
     materialise(pipe.get_stage_module(0), "cpu", state_dict=file)
     names = ["embed.weight", "layers.0.bias", "layers.0.weight", "layers.1.bias", "layers.1.weight"]
     assert sorted(file.read) == names
-    materialise(pipe.get_stage_module(1), "cpu", state_dict=file)  # embed.weight is in stage 0
+    materialise(pipe.get_stage_module(1), "cpu", state_dict=file)
     tokens = torch.tensor([3, 1, 4])
     assert torch.equal(pipe(tokens), usual(tokens))
     assert [tie.uses for tie in pipe.ties] == [((0, "embed.weight"), (1, "head.weight"))]
+
+
+def test_a_tied_weight_is_found_under_the_name_of_another_stage() -> None:
+    usual, (_, model) = Tied(), _deferred()
+    state = dict(usual.state_dict())
+    del state["head.weight"]
+    last = by_names(model, ["layers.2"])[1]
+    materialise(last, "cpu", state_dict=state)
+    assert model.embed.weight is tensors(last)["head.weight"]
+    assert torch.equal(tensors(last)["head.weight"], usual.embed.weight)
+    assert model.layers[0].weight.is_meta
 
 
 def test_names_and_shapes_that_do_not_fit() -> None:
@@ -224,6 +260,16 @@ def test_a_stage_that_stays_without_values() -> None:
         by_names(unknown, ["layers.2"]).build_stage(1, torch.device("cpu"))
 
 
+def test_what_has_values_keeps_them() -> None:
+    with deferred():
+        model = nn.Sequential(nn.Linear(2, 2))
+    model.append(nn.Linear(2, 2))
+    weight = model[1].weight
+    assert materialise(model, "cpu")[1].weight is weight
+    again = model[0].weight
+    assert materialise(model, "cpu")[0].weight is again
+
+
 def test_an_optimizer_that_was_made_before() -> None:
     with tl.split.deferred():
         model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
@@ -252,3 +298,5 @@ def test_device_that_is_not_here(device: str) -> None:
     """torch says it by errors of three kinds, some of them pages long."""
     with pytest.raises(ArgumentError, match=f"^device {device} cannot be used here: "):
         materialise(nn.Linear(2, 2, device="meta"), device)
+    with pytest.raises(ArgumentError, match=f"^device {device} cannot be used here: "):
+        tl.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), device=device, ranks=2)

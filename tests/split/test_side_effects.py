@@ -63,10 +63,28 @@ class Reading(Layer):
         return x + into[len(into) - 2] if len(into) > 1 else x
 
 
+class Note:
+    own: Any = 0.0
+
+
+class Noting(Layer):
+    def leave(self, x: Tensor, into: Any) -> Tensor:
+        into.own = into.own + self.own
+        return x
+
+
 def run(self: Any, x: Tensor, into: Any) -> Tensor:
     for block in self.blocks:
         x = block(x, into)
     return x
+
+
+def one_by_one(self: Any, x: Tensor) -> Tensor:
+    total: Any = 0
+    for block in self.blocks:
+        x = block(x)
+        total = total + block.own
+    return x * total
 
 
 def inner(self: Any, x: Tensor) -> Tensor:
@@ -84,9 +102,17 @@ def from_layer_to_layer(self: Any, x: Tensor) -> Tensor:
     return run(self, x, {})
 
 
+def notes(self: Any, x: Tensor) -> Tensor:
+    note = Note()
+    return run(self, x, note) + note.own
+
+
 @pytest.mark.parametrize(
     ("body", "block"),
-    [(inner, Nested), (dicts, Putting), (from_layer_to_layer, Reading)],
+    [
+        *((one_by_one, Layer), (inner, Nested), (dicts, Putting)),
+        *((from_layer_to_layer, Reading), (notes, Noting)),
+    ],
 )
 def test_what_a_later_stage_uses(body: Any, block: Callable[[], nn.Module]) -> None:
     require_same(lambda: Net(body, block), X)
@@ -97,7 +123,7 @@ class Outer(nn.Module):
 
     def __init__(self, of: str = "") -> None:
         super().__init__()
-        self.inner = Net(lambda self, x: self.run(x), Layer)
+        self.inner = Net(one_by_one, Layer)
         self.method = self.inner.get_submodule(of).forward
 
     def forward(self, x: Tensor) -> Tensor:

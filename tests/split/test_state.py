@@ -88,10 +88,10 @@ USED = r"changes 'total', which stages \[0, 1\] use; cut"
     [
         (lambda: Counts(viewed), USED),
         (lambda: Counts(functional), USED),
-        (lambda: Counts(assigns), r"changes its attribute 'total' in each call.*copy_"),
+        (lambda: Counts(assigns), r"its attribute 'total', and sets it for .*copy_"),
         (
             lambda: nn.Sequential(Counts(assigns), nn.Linear(4, 4)),
-            r"changes its attribute '0.total' in each call.*copy_",
+            r"its attribute '0.total', and sets it for .*copy_",
         ),
     ],
 )

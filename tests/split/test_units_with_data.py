@@ -57,21 +57,63 @@ def test_layers_that_look_at_their_data() -> None:
 
 
 class Sorted(Experts):
-    """Splits its rows by how many of them go to each expert."""
+    """Splits its rows by how many of them go to each expert; one is found by its name."""
 
     def forward(self, x: Tensor) -> Tensor:
         chosen, order = self.router(x).argmax(-1).sort()
         counts = torch.nn.functional.one_hot(chosen, 3).sum(0).tolist()
-        parts = zip(self.experts, x[order].split(counts), strict=True)
-        made = torch.cat([expert(part) for expert, part in parts])
-        return x + torch.zeros_like(x).index_copy(0, order, made)
+        parts = zip(range(3), x[order].split(counts), strict=True)
+        made = torch.cat([self.experts[number](part) for number, part in parts])
+        busy = max(torch.tensor(counts)).eq(torch.tensor(counts)).nonzero()[0]
+        named = self.experts.get_submodule(f"{busy[0]}")
+        return x + torch.zeros_like(x).index_copy(0, order, made) + named(x)
 
 
-def test_a_unit_that_cannot_run_on_numbers_that_are_made_up() -> None:
+def test_layers_that_count_their_rows() -> None:
+    torch.manual_seed(0)
     model, x = nn.Sequential(*[Sorted() for _ in range(3)]), torch.randn(6, WIDTH)
-    message = r"'0' reads numbers that depend on data, and cannot run where they are all 0: .*split"
-    with pytest.raises(PartitionError, match=message):
-        tl.split.by_names(model, ["1", "2"], example=(x,))
+    reference = copy.deepcopy(model)
+    pieces = tl.split.by_names(model, ["1", "2"], example=(x,))
+    for data in (x, x.flip(0) * 2):
+        pieces(data).square().sum().backward()
+        reference(data).square().sum().backward()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+class Checks(nn.Module):
+    """Raises unless its mask has three rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if int(mask.sum()) != 3:
+            raise ValueError("a mask of three rows")
+        return self.linear(x)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.checks, self.last = nn.Linear(4, 4), Checks(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.first(x)
+        return self.last(self.checks(x, (x == x)[0, :3] if mask is None else mask))
+
+
+def test_a_unit_that_looks_at_an_argument() -> None:
+    model, x, mask = Masked(), torch.randn(2, 4), torch.ones(3, dtype=torch.int64)
+    pieces = tl.split.by_names(model, ["last"], example=(x, mask))
+    assert torch.equal(pieces(x, mask), model(x, mask))
+
+
+def test_a_unit_that_raises_without_data() -> None:
+    model, x, mask = Masked(), torch.randn(2, 4), None
+    with pytest.raises(PartitionError, match="run without data to be cut: ValueError: a mask"):
+        tl.Pipeline(model, example=(x, mask), cuts=["last"], ranks=2, microbatches=2)
 
 
 class Shortens(nn.Module):
