@@ -454,6 +454,8 @@ class Call:
         for name, wanted in (("losses", self.losses), ("aux_losses", self.aux_losses)):
             if wanted is not None and not isinstance(wanted, list):
                 raise BatchError(f"{name} must be a list to fill, not {type(wanted).__name__}")
+        if not isinstance(self.finalizes, bool):
+            raise BatchError(f"finalize_gradients must be True or False, not {self.finalizes!r}")
         if self.trains and not torch.is_grad_enabled():
             raise MismatchError("step() trains, but under torch.no_grad() it cannot; call eval()")
 

@@ -187,8 +187,7 @@ class Schedule:
         trains = self._loss_fn is not None
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         wanted = return_outputs, losses, aux_losses, share_losses
-        finalizes = check("finalize_gradients", finalize_gradients, bool)
-        ways = loss_kwargs or {}, loss_weights, self.scale_grads, grad_scale, finalizes
+        ways = loss_kwargs or {}, loss_weights, self.scale_grads, grad_scale, finalize_gradients
         output = self._runner.run(Call(batch, self.steps, trains, *wanted, *ways))
         self.steps += trains
         return output
