@@ -132,14 +132,16 @@ class Program:
             return Failure(self._located(error))
         return None
 
-    def run_alone(self, after: Callable[[], None]) -> None:
+    def run_alone(self, before: Callable[[Action], None], after: Callable[[], None]) -> None:
         """Run all instructions and wait for all sends; raises the first error with its place.
 
-        For a capture, in which no message reaches another rank. ``after`` is called after each.
+        For a capture, in which no message reaches another rank. ``before`` and ``after`` are called
+        around each instruction.
         """
         self._instructions = running = self.quickest
         try:
             for self.position, instruction in enumerate(running):
+                before(instruction.action)
                 instruction.run()
                 after()
         except Exception as error:
@@ -311,7 +313,7 @@ def plain_loop(
     That is so for a weight of two stages: the loop would add its gradients in another order than
     a first step, which a resumed run begins with, or a traced one.
     """
-    stages, order = binding.stages, _order(instructions)
+    stages, order = binding.stages, _order(instructions, binding.any_order)
     if order is None or _share(stages) or not all(stage.may_join for stage in stages.values()):
         return None
     last = len(stages) - 1
@@ -340,14 +342,17 @@ def _share(stages: Mapping[int, PipelineStage]) -> bool:
     return sum(map(len, trained)) > len(set[int]().union(*trained))
 
 
-def _order(instructions: Sequence[Instruction]) -> list[int] | None:
-    """The order in which all stages compute and add up micro-batches; None if they differ."""
+def _order(instructions: Sequence[Instruction], any_order: bool) -> list[int] | None:
+    """The order in which all stages compute and add up micro-batches; None if they differ.
+
+    With ``any_order``, that in which they add up.
+    """
     orders: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
     for each in instructions:
         action = each.action
         if action.microbatch is None:
             return None
-        if action.kind != Kind.I:
+        if action.kind != Kind.I and not (any_order and action.kind == Kind.F):
             orders[action.stage, action.kind == Kind.F].append(action.microbatch)
     first, *others = orders.values()
     return first if all(each == first for each in others) else None

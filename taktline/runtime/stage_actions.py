@@ -53,6 +53,8 @@ class Binding:
     """Whether a first step has drawn random numbers: these depend on the order of actions."""
     check_finite: bool = False
     """Whether to raise where a value is not finite."""
+    any_order: bool = False
+    """Whether forwards may run in any order: none changes what another one reads."""
 
 
 @dataclass(slots=True)

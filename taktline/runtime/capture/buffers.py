@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -209,6 +209,8 @@ class Adding:
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}
         self._bytes = 0
         self._taken: set[torch.Tensor] = set()
+        self.in_turn: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The context in which gradients are added."""
 
     @contextmanager
     def instead(self) -> Iterator[Adding]:
@@ -240,13 +242,14 @@ class Adding:
     def add(self) -> None:
         """Add all gradients that wait, those of a type together."""
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
-        for dtype in dict.fromkeys(gradient.dtype for gradient in waiting.values()):
-            alike = [p for p, gradient in waiting.items() if gradient.dtype == dtype]
-            for parameter in alike:
-                parameter.grad = self._buffers[parameter]
-            add_to_grads(alike, [waiting[parameter] for parameter in alike])
-            for parameter in alike:
-                parameter.grad = None
+        with self.in_turn():
+            for dtype in dict.fromkeys(gradient.dtype for gradient in waiting.values()):
+                alike = [p for p, gradient in waiting.items() if gradient.dtype == dtype]
+                for parameter in alike:
+                    parameter.grad = self._buffers[parameter]
+                add_to_grads(alike, [waiting[parameter] for parameter in alike])
+                for parameter in alike:
+                    parameter.grad = None
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Take the gradient of a parameter, if it has one."""

@@ -13,7 +13,7 @@ from taktline.checks import warn
 from taktline.errors import ScheduleError, TaktlineError, text_of
 from taktline.runtime.capture import buffers
 from taktline.runtime.capture.buffers import Adding, Buffers, Static
-from taktline.runtime.capture.cuda import CudaGraphs
+from taktline.runtime.capture.cuda import CudaGraphs, Streams, is_loop
 from taktline.runtime.capture.state import State
 from taktline.runtime.program import Program, bind
 from taktline.stage import PipelineStage
@@ -41,9 +41,13 @@ class _Entry:
     """The state after the latest warm-up; a graph is right while it stays the same."""
     touched: list[nn.Parameter] = field(default_factory=list)
     """The parameters that get gradients."""
+    any_order: bool = False
+    """Whether no forward changes what another one reads."""
     graph: Any = None
     static: Static = field(init=False)
     """The buffers of the graph."""
+    streams: int = 1
+    """How many micro-batches run side by side in the graph."""
     replays: int = 0
     refusal: str | None = None
     """Why it always runs eagerly; None if it does not."""
@@ -53,7 +57,8 @@ class _Entry:
             return f"{self.name}: eagerly, {self.refusal}"
         if self.graph is None:
             return f"{self.name}: warms up"
-        return f"{self.name}: captured, {counted(self.replays, 'replay')}"
+        beside = f", {self.streams} micro-batches side by side" if self.streams > 1 else ""
+        return f"{self.name}: captured{beside}, {counted(self.replays, 'replay')}"
 
 
 class Captures:
@@ -156,13 +161,14 @@ class Captures:
         if self._warming is None:
             return
         entry, before, gradients = self._warming
-        loss_fn = program.binding.loss_fn
+        loss_fn, observed = program.binding.loss_fn, program.binding.feed.observed
         self._warming, after = None, State(self._stages, loss_fn, deep=True)
         entry.touched = [
             p
             for p, gradient, version in gradients
             if p.grad is not None and (p.grad is not gradient or p.grad._version != version)
         ]
+        entry.any_order = before.versions == after.versions and not observed
         entry.state = State(self._stages, loss_fn)
         entry.warm += 1
         changed = before.difference(after)
@@ -184,13 +190,18 @@ class Captures:
         feed = program.binding.feed
         static = Static(feed, self._device)
         static.fill(feed, buffers.leaves_of(feed)[0])
-        captured = bind(replace(program.binding, feed=static.feed), program.known)
+        binding = replace(program.binding, feed=static.feed, any_order=entry.any_order)
+        captured = bind(binding, program.known)
+        several = entry.any_order and is_loop([each.action for each in captured.quickest])
 
         def run() -> None:
             static.begin()
             mine = {p: self._buffers[p] for p in entry.touched}
             with Adding(self._parameters(), mine).instead() as adding:
-                captured.run_alone(adding.take_all)
+                streams = Streams(self._device, adding, several=several)
+                captured.run_alone(streams.enter, adding.take_all)
+                streams.join()
+                entry.streams = streams.count
 
         try:
             graph = self._make_graph()

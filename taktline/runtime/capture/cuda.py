@@ -1,18 +1,27 @@
-"""CUDA graphs, and random numbers inside of them."""
+"""CUDA graphs: random numbers inside of them, and micro-batches side by side."""
 
 from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
+from itertools import groupby
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from taktline.errors import ScheduleError
+from taktline.plan import Action, Kind
 from taktline.private import private
+from taktline.runtime.capture.buffers import Adding
+
+_MOST = 4
+"""The most micro-batches side by side."""
+_SHARE = 0.05
+"""How much more memory they may take than one after the other, of all memory in use."""
 
 # Without it, torch's own end of a capture has to do.
 _end_allocating = private("torch._C._cuda_endAllocateToPool", "a failed capture", lambda *_: None)
@@ -114,3 +123,109 @@ def _isolated() -> Iterator[None]:
         random.setstate(python)
     if drawn:
         raise ScheduleError("random numbers are drawn on the CPU, which a replay would not do")
+
+
+class Streams:
+    """The streams of a capture: micro-batches side by side, where that takes little memory.
+
+    Small operations leave most of a GPU idle. Micro-batches that are captured on different streams
+    have no order in the graph, except that gradients are added in turn::
+
+        stream 0   F0 B0 + F2 B2  +  F4 …
+        stream 1           F1 B1 +  F3 B3 …
+
+    The first micro-batch runs alone, and shows how much memory one takes.
+    """
+
+    def __init__(self, device: torch.device, adding: Adding, *, several: bool) -> None:
+        """With ``several``, if the program :func:`is_loop`, there may be more than one."""
+        self._several = several and device.type == "cuda" and not _keeps_casts()
+        self._device = device
+        self._adding = adding
+        self._streams: list[torch.cuda.Stream] = []
+        self._most = 0
+        """The memory in use between the first micro-batch's forward and its backward, in bytes."""
+        self._microbatch: int | None = None
+        self._ended = 0
+        """How many micro-batches have ended."""
+        self._latest: torch.Event | None = None
+        """After the latest addition of gradients."""
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches run side by side."""
+        return max(1, len(self._streams))
+
+    def enter(self, action: Action) -> None:
+        """Switch to the stream of an action."""
+        if not self._several:
+            return
+        if self._microbatch is None:
+            self._microbatch = action.microbatch
+        elif action.microbatch != self._microbatch:
+            self._microbatch = action.microbatch
+            self._switch()
+        elif not self._most and action.kind != Kind.F:
+            self._most = torch.cuda.memory_allocated(self._device)
+
+    def join(self) -> None:
+        """Let the first stream wait for all others, and go back to it."""
+        for stream in self._streams[1:]:
+            self._streams[0].wait_stream(stream)
+        if self._streams:
+            torch.cuda.set_stream(self._streams[0])
+        self._adding.in_turn = nullcontext  # else the two would keep each other, and the buffers
+
+    def _switch(self) -> None:
+        self._adding.add()  # in the stream that has computed the gradients
+        if not self._ended:
+            self._open()
+        self._ended += 1
+        torch.cuda.set_stream(self._streams[self._ended % len(self._streams)])
+
+    def _open(self) -> None:
+        now = torch.cuda.memory_allocated(self._device)
+        more = int(_SHARE * now) // max(1, self._most - now)
+        self._streams = [torch.cuda.current_stream(self._device)]
+        for stream in _more_streams(self._device)[:more]:
+            stream.wait_stream(self._streams[0])
+            self._streams.append(stream)
+        self._adding.in_turn = self._in_turn
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Inside, operations run after those of all earlier blocks."""
+        stream = torch.cuda.current_stream()
+        if self._latest is not None:
+            stream.wait_event(self._latest)
+        yield
+        self._latest = stream.record_event()
+
+
+def is_loop(actions: Sequence[Action]) -> bool:
+    """Whether each micro-batch is trained on before the next one begins, and nothing is sent.
+
+    >>> is_loop([Action(0, Kind.F, 0), Action(0, Kind.B, 0), Action(0, Kind.F, 1)])
+    True
+    >>> is_loop([Action(0, Kind.F, 0), Action(0, Kind.F, 1), Action(0, Kind.B, 0)])
+    False
+    """
+    order = [microbatch for microbatch, _ in groupby(action.microbatch for action in actions)]
+    kinds = {action.kind for action in actions}
+    computes = all(kind.is_compute for kind in kinds)
+    return computes and kinds != {Kind.F} and len(order) == len(set(order))
+
+
+def _keeps_casts() -> bool:
+    """Whether weights are cast once for all micro-batches: in any block of autocast.
+
+    Also in one that is off: stages may turn it on, and casts are kept until the outermost block.
+    """
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
+@cache
+def _more_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """The same for all captures: each stream has a workspace of its own for matrix products."""
+    return [torch.cuda.Stream(device) for _ in range(_MOST - 1)]

@@ -49,7 +49,8 @@ class State:
     >>> before = State(stages, deep=True)
     >>> _ = norm(torch.ones(3, 2))
     >>> now = State(stages, deep=True)
-    >>> before.difference(now)
+    >>> before.difference(now), before.versions == now.versions
+    (None, False)
     >>> norm.eps = 0.1
     >>> now.difference(State(stages, deep=True))
     "stage 0: 'eps'"
@@ -64,6 +65,8 @@ class State:
     ) -> None:
         self.refusal = _UNSEEN
         """Why there can be no graph; None if there can."""
+        self.versions: list[int] = []
+        """With ``deep``: how often each tensor was changed in place."""
         self._found: list[tuple[str, int, object]] = []
         """Names, with what is compared by identity and by value."""
         self._objects: list[object] = []
@@ -166,12 +169,15 @@ class State:
 
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor: where it is; on another device its version, as a graph has its values."""
-        outside = tensor.device.type != self._device and not tensor.is_inference()
+        outside, version = tensor.device.type != self._device, 0
+        if (outside or self._deep) and not tensor.is_inference():
+            version = tensor._version
         place: tuple[object, ...] = ()
         if tensor.layout == torch.strided:
             part = local(tensor.detach()) if is_sharded(tensor) else tensor
             place = (part.data_ptr(), part.shape, part.stride())
-        self._add(name, tensor, (tensor.requires_grad, outside and tensor._version, place))
+        self._add(name, tensor, (tensor.requires_grad, outside and version, place))
+        self.versions.append(version)
 
 
 def _module_of(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
