@@ -205,7 +205,7 @@ def described(found: Sequence[Candidate], units: Units, limits: Sequence[float] 
         lines.append([each.plan.name, shape, *numbers, memory])
     best = found[0]
     basis = "counted operations" if not units.unit else "costs measured on these ranks"
-    how = "measured to be" if best.measured is not None else "predicted to be"
+    how = "measured to be among" if best.measured is not None else "predicted to be"
     room = "" if limits is None else f" within {size_text(min(limits))} a rank"
     cores = "" if units.cores == math.inf else f", {units.cores:.2g} of which compute at a time"
     least = min(each.least for each in found)
@@ -220,6 +220,18 @@ _SHOWN = 8
 
 
 def with_measured(found: Sequence[Candidate], times: Sequence[float]) -> list[Candidate]:
-    """The candidates in a new order, the first of which were measured."""
+    """The candidates in a new order, the first of which were measured.
+
+    Of those that are as quick as one can tell, the schedules with names come first.
+    """
     known = [replace(each, measured=time) for each, time in zip(found, times, strict=False)]
-    return sorted(known, key=lambda each: each.cost) + list(found[len(known) :])
+    alike = _ALIKE * min(times)
+
+    def order(each: Candidate) -> tuple[bool, bool, float]:
+        return each.cost > alike, each.cost <= alike and each.plan.name == "optimised", each.cost
+
+    return sorted(known, key=order) + list(found[len(known) :])
+
+
+_ALIKE = 1.03
+"""By how much steps of one plan may differ from one measurement to the next."""

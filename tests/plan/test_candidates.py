@@ -142,9 +142,26 @@ def test_an_uneven_model() -> None:
         held = np.bincount(each.plan.placement.rank_of, held)
         assert (held + peak_memory(each.plan, known)).max() == each.memory <= 100
     text = described(with_measured(found, [9.0, 8.0]), units, limits)
-    assert text.startswith(f"chosen: {found[1].plan.name}, measured to be the quickest of ")
+    assert text.startswith(f"chosen: {found[1].plan.name}, measured to be among the quickest of ")
     assert "within 100 B a rank" in text
     assert "no plan with these cuts takes less than" in text
+
+
+def test_what_is_measured_decides_as_far_as_one_can_tell() -> None:
+    units = Units(np.ones((4, 8)))
+    found = candidates(units, 2, 4, seconds=1)
+    named = [each for each in found if each.plan.name != "optimised"]
+    searched = [each for each in found if each.plan.name == "optimised"]
+    three = [searched[0], named[0], named[1]]
+    names = [each.plan.name for each in three]
+    for times, order in (
+        ([100.0, 102.0, 101.0], [2, 1, 0]),  # alike, so the plain ones come first
+        ([100.0, 104.0, 102.0], [2, 0, 1]),
+        ([100.0, 104.0, 105.0], [0, 1, 2]),
+    ):
+        measured = with_measured(three, times)
+        assert [each.plan.name for each in measured] == [names[at] for at in order]
+        assert [each.measured for each in measured] == [times[at] for at in order]
 
 
 def test_too_little_memory() -> None:

@@ -206,7 +206,7 @@ def chosen(rank: int, group: Any, microbatches: int | None) -> dict[str, Any]:
 def test_all_ranks_choose_the_same(workers: Workers, ranks: int, microbatches: int | None) -> None:
     found = workers.run(chosen, microbatches, ranks=ranks)
     assert all(each == found[0] for each in found)
-    assert "measured to be the quickest" in found[0]["text"]
+    assert "measured to be among the quickest" in found[0]["text"]
     expected = plain(LM())
     assert found[0]["losses"] == pytest.approx(expected.losses, rel=1e-5)
     assert found[0]["norms"] == pytest.approx(expected.norms, rel=1e-4)
