@@ -54,7 +54,12 @@ def read(path: str | os.PathLike[str]) -> Plan:
 
 
 def read_costs(path: str | os.PathLike[str]) -> Costs | None:
-    """The costs in the file of a plan or a timeline, if it has any; a CSV file has none."""
+    """The costs in the file of a plan or a timeline, if it has any; a CSV file has none.
+
+    >>> read_costs("no-such-plan.json")
+    Traceback (most recent call last):
+    taktline.errors.PlanFileError: no-such-plan.json: cannot be read: No such file or directory
+    """
     with _fields_of(path) as fields:
         return _costs(fields)
 
@@ -91,13 +96,13 @@ def is_timeline(path: str | os.PathLike[str]) -> bool:
 
 
 def read_cuts(path: str | os.PathLike[str]) -> list[str] | None:
-    """The names of the submodules with which stages begin, if a JSON plan file has them.
+    """The names of the submodules with which stages begin, if a plan file has them.
 
     >>> read_cuts("no-such-plan.json")
     Traceback (most recent call last):
     taktline.errors.PlanFileError: no-such-plan.json: cannot be read: No such file or directory
     """
-    with _fields_of(path, ".json") as fields:
+    with _fields_of(path) as fields:
         return fields["cuts"]
 
 

@@ -75,7 +75,8 @@ class Replicas:
                 failed = any(flag for (flag,) in others.exchange([int(error is not None)], what))
                 error = share_error(others, error) if failed else None
             except MismatchError as elsewhere:  # they are in different calls
-                error = elsewhere
+                where = " on rank " if noun == "rank" else f" in {noun} "
+                error = retold(elsewhere, text_of(elsewhere).replace(" on rank ", where))
         return error
 
     def computes_together(self, stage: int) -> bool:

@@ -172,19 +172,6 @@ class TestOptimise:
         assert found["makespan"] <= min(each["makespan"] for each in named)
         assert data["bound"]["makespan"] <= found["makespan"] + 1e-9
 
-    def test_any_placement(self, folder: Path) -> None:
-        """The best of all; those for another number of stages than the costs are left out."""
-        words = ("optimise", "-r", "2", "-m", "2", "--makespan", "-o", "a.json", "--placement")
-        ok(*words, "any")
-        cost = simulate(read("a.json"), read_costs("a.json")).makespan
-        for placement in ("linear", "v", "looped"):
-            ok(*words, placement)
-            assert cost <= simulate(read("a.json"), read_costs("a.json")).makespan
-        plan = build("zbv", ranks=2, microbatches=2)
-        write_timeline(simulate(plan, Costs(forward=(1, 2, 2, 1))), "four.json")
-        ok(*words, "any", "--costs", "four.json")
-        assert read("a.json").stages == 4
-
 
 class TestShow:
     NUMBERS = ("-r", "4", "-m", "8")
