@@ -24,7 +24,7 @@ from taktline.runtime.program import Instruction, Program
 from taktline.text import counted
 from taktline.transport import Transport, gloo
 from taktline.transport.distributed import Distributed
-from taktline.transport.news import Does
+from taktline.transport.news import COMPUTES
 
 STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 """Seconds without progress after which a step is logged, unless a schedule sets others."""
@@ -93,13 +93,11 @@ class Watch:
             self._hurry(now)
         elif stood > transport.timeout.total_seconds() + _LATE and not self._computes():
             # A wait in a group of others, which has another timeout.
-            news = transport.plane.news
-            transport.give_up(news.stalled(transport.processes, (), self._waits_for()))
+            transport.give_up(transport.plane.stalled(transport.processes, (), self._waits_for()))
 
     def report(self) -> str:
         """The state of all ranks, as far as they have reported it."""
-        transport = self._transport
-        rank, ranks = transport.rank, transport.plane.news.report(transport.processes)
+        rank, ranks = self._transport.rank, self._transport.plane.report(self._transport.processes)
         return f"rank {rank} of {self._name} has made no progress for {self._stood}\n{ranks}"
 
     def where(self) -> str:
@@ -124,14 +122,13 @@ class Watch:
         seconds = time.monotonic() - self._since
         return counted(round(seconds), "second") if seconds >= 1 else f"{seconds:.1f} seconds"
 
-    def _state(self) -> tuple[str, Does]:
-        """What this rank is doing, and for how long."""
+    def _state(self) -> tuple[str, bool]:
+        """What this rank is doing, and for how long; True: it is in a step."""
         what = self.doing if self._instruction is None else self._instruction.action
-        text, does = f"waits for {self._waits_for()}", Does.WAITS
+        does = f"waits for {self._waits_for()}"
         if self._computes():
-            place = _place(self._frame())
-            text, does = f"computes{place}", Does.COMPUTES if place else Does.RUNS
-        return f"{what} for {self._stood}: {text}", does
+            does = f"{COMPUTES}{_place(self._frame())}"
+        return f"{what} for {self._stood}: {does}", True
 
     def _waits_for(self) -> str:
         return (self._instruction and self._instruction.waits) or "other ranks"
@@ -188,8 +185,8 @@ def guarded(transport: Transport, what: str) -> Iterator[str]:
             raise cause from error
 
 
-def _idle() -> tuple[str, Does]:
-    return "is not in a step", Does.IDLE
+def _idle() -> tuple[str, bool]:
+    return "is not in a step", False
 
 
 def _shows_wait(frame: FrameType | None) -> bool:

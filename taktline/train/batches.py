@@ -33,7 +33,7 @@ from taktline.train.ranks import Ranks
 from taktline.transport import transport_of
 from taktline.transport.base import bytes_of
 from taktline.transport.codec import decode, encode
-from taktline.transport.exchange import exchange_or_raise, share_values
+from taktline.transport.exchange import exchange_or_raise, share_texts
 from taktline.transport.wire import Layout
 
 
@@ -74,7 +74,7 @@ def broadcast(
         text = encode(Signature.of(leaves, spec)).decode() if here else ""
     except TaktlineError as raised:
         error = raised
-    if sent := share_values(transport, text, str, what, what="a batch")[owner]:
+    if sent := share_texts(transport, text, what)[owner]:
         try:
             signature = decode(sent.encode())
         except TaktlineError as raised:

@@ -19,7 +19,7 @@ from taktline.text import first_of
 from taktline.train.batches import broadcast
 from taktline.train.build import Built
 from taktline.train.ranks import Ranks
-from taktline.transport.exchange import as_floats, as_integers, share_values
+from taktline.transport.exchange import share_floats, share_values
 
 _MADE = 'pass the device when you make it: Pipeline(…, device="cuda")'
 _BEFORE = "convert the model before you make the pipeline of it"
@@ -112,8 +112,7 @@ def norm(built: Built, norm_type: float) -> torch.Tensor:
         numbers = torch.stack(moved).tolist() if moved else []
         is_double = any(each.dtype == torch.float64 for each in moved)
         mine = [float(is_double), *norms, *numbers]
-        shared = built.ranks.transport.exchange(as_integers(mine), "grad_norm()", ragged=True)
-        rows = list(map(as_floats, shared))
+        rows = share_floats(built.ranks.transport, mine, "grad_norm()", ragged=True)
     found: dict[float, float] = {}
     for _, *row in rows:
         found |= zip(row[: len(row) // 2], row[len(row) // 2 :], strict=True)

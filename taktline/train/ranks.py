@@ -30,7 +30,7 @@ from taktline.transport import Transport, transport_of
 from taktline.transport.base import Alone
 from taktline.transport.communicators import default_group, timeout_of
 from taktline.transport.distributed import Distributed
-from taktline.transport.exchange import as_floats, as_integers
+from taktline.transport.exchange import share_floats
 from taktline.transport.exit_hooks import meet
 from taktline.transport.local import refuse_inside
 
@@ -140,7 +140,7 @@ class Ranks:
 
 def numbers_of(transport: Transport, number: float, what: str) -> list[float]:
     """The numbers of all ranks; ``what`` names the exchange, for errors."""
-    return [as_floats(row)[0] for row in transport.exchange(as_integers([number]), what)]
+    return [shared for (shared,) in share_floats(transport, [number], what)]
 
 
 def find_ranks(

@@ -147,6 +147,14 @@ class Alone(Transport):
         return [mine]
 
 
+class Watched(Protocol):
+    """A step that is running."""
+
+    def tick(self) -> None:
+        """Look at the step; called some times a second."""
+        ...
+
+
 class Turn:
     """A block for one call at a time: another thread is refused, and so is a nested block."""
 

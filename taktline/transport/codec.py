@@ -89,12 +89,8 @@ def pack(value: Any, what: str, tensors: dict[str, torch.Tensor] | None = None) 
     if tensors is not None:
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
             return _tagged("array", pack(torch.from_numpy(value.copy()), what, tensors))
-        if isinstance(value, torch.Tensor) and (value.dim() or value.is_complex()):
-            name = what if what not in tensors else f"{what}#{len(tensors)}"
-            tensors[name] = value.detach()
-            return _tagged("tensor", name)
         if isinstance(value, torch.Tensor):
-            return _tagged("number", [name_of(value.dtype), pack(value.item(), what)])
+            return _pack_tensor(value, what, tensors)
         value = _as_python(value)
     kind = type(value)
     if _is_json(value):
@@ -137,6 +133,14 @@ def _as_python(value: Any) -> Any:
     if isinstance(value, Mapping) and type(value) not in (OrderedDict, Counter):
         return dict(value)
     return value
+
+
+def _pack_tensor(value: torch.Tensor, what: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if not value.dim() and not value.is_complex():
+        return _tagged("number", [name_of(value.dtype), pack(value.item(), what)])
+    name = what if what not in tensors else f"{what}#{len(tensors)}"
+    tensors[name] = value.detach()
+    return _tagged("tensor", name)
 
 
 def unpack(packed: Any, fetch: Callable[[str], torch.Tensor] | None = None) -> Any:
@@ -204,15 +208,20 @@ def note_containers(spec: pytree.TreeSpec | None) -> None:
         note_containers(child)
 
 
-def _encode_tree(spec: pytree.TreeSpec, kinds: dict[str, Any], depth: int = _DEEPEST) -> Any:
+def encode_tree(spec: pytree.TreeSpec) -> Any:
     """A tree as nested lists, for JSON: ``None`` for a leaf, else kind, context, children.
 
     >>> spec = pytree.tree_flatten({"a": 1, "b": (2, 3)})[1]
-    >>> _encode_tree(spec, _kinds())
+    >>> encode_tree(spec)
     ['builtins:dict', ['a', 'b'], [None, ['builtins:tuple', None, [None, None]]]]
-    >>> _decode_tree(_encode_tree(spec, _kinds()), _kinds()) == spec
+    >>> decode_tree(encode_tree(spec)) == spec
     True
     """
+    note_containers(spec)
+    return _encode_node(spec, _kinds(), _DEEPEST)
+
+
+def _encode_node(spec: pytree.TreeSpec, kinds: dict[str, Any], depth: int) -> Any:
     if spec.is_leaf():
         return None
     if not depth:
@@ -232,11 +241,20 @@ def _encode_tree(spec: pytree.TreeSpec, kinds: dict[str, Any], depth: int = _DEE
             f"{cls.__name__} with {found!r} cannot be sent to another rank; use keys and fields "
             "that are numbers and strings"
         ) from None
-    return [_name(cls), packed, [_encode_tree(each, kinds, depth - 1) for each in spec.children()]]
+    return [_name(cls), packed, [_encode_node(each, kinds, depth - 1) for each in spec.children()]]
 
 
-def _decode_tree(data: Any, kinds: dict[str, Any], depth: int = _DEEPEST) -> pytree.TreeSpec:
-    """The tree that such lists describe."""
+def decode_tree(data: Any) -> pytree.TreeSpec:
+    """The tree that such lists describe; a :class:`SignatureError` if they describe none."""
+    try:
+        return _decode_node(data, _kinds(), _DEEPEST)
+    except SignatureError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise SignatureError("a received container has a wrong description") from None
+
+
+def _decode_node(data: Any, kinds: dict[str, Any], depth: int) -> pytree.TreeSpec:
     if data is None:
         return pytree.tree_structure(0)
     kind, context, described = data
@@ -248,7 +266,7 @@ def _decode_tree(data: Any, kinds: dict[str, Any], depth: int = _DEEPEST) -> pyt
             "taktline.register_container with its class, or import the module that registers it"
         )
     cls, context = kinds[kind], unpack(context)
-    children = [_decode_tree(child, kinds, depth - 1) for child in described]
+    children = [_decode_node(child, kinds, depth - 1) for child in described]
     if cls in _CONTAINERS and not _fits(cls, context, len(children)):
         raise ValueError
     if not _is_named(cls):
@@ -299,8 +317,7 @@ def encode(signature: Signature) -> bytes:
     >>> decode(encode(signature)) == signature
     True
     """
-    note_containers(signature.spec)
-    spec = None if signature.spec is None else _encode_tree(signature.spec, _kinds())
+    spec = None if signature.spec is None else encode_tree(signature.spec)
     return json.dumps([[_encode_leaf(leaf) for leaf in signature.leaves], spec]).encode()
 
 
@@ -309,18 +326,18 @@ def decode(text: bytes) -> Signature:
     try:
         leaves, tree = read(text, ([object], object), what=_WHAT)
         found = tuple(map(_decode_leaf, leaves))
-        spec = None if tree is None else _decode_tree(tree, _kinds())
-    except SignatureError:
-        raise
     except JsonError as error:
         raise SignatureError(str(error)) from None
+    except SignatureError:
+        raise
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise SignatureError("a received value or container has a wrong description") from None
-    if spec is not None and spec.num_leaves != len(leaves):
+        raise SignatureError("a received plain value has a wrong description") from None
+    signature = Signature(found, None if tree is None else decode_tree(tree))
+    if signature.spec is not None and signature.spec.num_leaves != len(leaves):
         raise SignatureError(
-            f"{_WHAT} has {len(leaves)} of them for a container of {spec.num_leaves}"
+            f"{_WHAT} has {len(leaves)} of them for a container of {signature.spec.num_leaves}"
         )
-    return Signature(found, spec)
+    return signature
 
 
 def _encode_leaf(leaf: object) -> object:

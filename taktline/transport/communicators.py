@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from taktline.errors import TaktlineError, TransportError
-from taktline.transport.base import Handle, bytes_of
+from taktline.transport.base import Channel, Handle, bytes_of
 
 _LOST = re.compile(
     r"connection|connect |socket|broken pipe|remote process|pair\.cc|network|communicator|aborted",
@@ -33,30 +33,32 @@ Failed: TypeAlias = Callable[[RuntimeError], TaktlineError]
 class Communicator:
     """One rank's end of a channel, over a communicator of torch between its two ranks.
 
-    Args:
-        backend: of torch.
-        store: where the two ranks meet; both make a communicator.
-        peer: the number of the other rank in it: 0 or 1.
-        timeout: of each wait.
-        failed: returns the error to raise for an error of torch.
+    ``peer`` is the number of the other rank in it: 0 or 1.
     """
 
-    def __init__(
-        self, backend: str, store: Store, peer: int, timeout: timedelta, failed: Failed
-    ) -> None:
-        self._peer, self._failed = peer, failed
+    def __init__(self, communicator: Any, peer: int, failed: Failed) -> None:
+        self._communicator = communicator
+        self._peer = peer
+        self._failed = failed
+
+    @classmethod
+    def connect(
+        cls, backend: str, store: Store, peer: int, timeout: timedelta, failed: Failed
+    ) -> Communicator:
+        """Connect with the other rank, which calls this, too; ``store`` is where they meet."""
         try:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 if hasattr(options, "_timeout"):  # or it has torch's own
                     options._timeout = timeout
-                self._communicator: Any = dist.ProcessGroupNCCL(store, 1 - peer, 2, options)
+                made: Any = dist.ProcessGroupNCCL(store, 1 - peer, 2, options)
             elif backend == "gloo":  # for tests without a GPU
-                self._communicator = dist.ProcessGroupGloo(store, 1 - peer, 2, timeout)
+                made = dist.ProcessGroupGloo(store, 1 - peer, 2, timeout)
             else:
                 raise TransportError(f"{backend!r} is not supported yet; use gloo or nccl")
         except RuntimeError as error:
             raise failed(error) from error
+        return cls(made, peer, failed)
 
     def send(
         self, buffer: torch.Tensor, marks: bytes | bytearray = b"", *, asks: bool = False
@@ -66,16 +68,26 @@ class Communicator:
         With ``asks`` the handle asks the device whether it is done: that takes time, and a capture
         does not allow it.
         """
-        return _Message(self._communicator.send, buffer, self._peer, self._failed, asks)
+        return self._post(self._communicator.send, buffer, asks=asks)
 
     def receive(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
         """Receive into a buffer without waiting."""
-        return _Message(self._communicator.recv, buffer, self._peer, self._failed, False)
+        return self._post(self._communicator.recv, buffer)
 
     def shut(self) -> None:
         """End every wait; from any thread. gloo has no way to do so."""
         if isinstance(self._communicator, getattr(dist, "ProcessGroupNCCL", ())):
             self._communicator.abort()
+
+    def _post(
+        self, post: Callable[..., dist.Work | None], buffer: torch.Tensor, *, asks: bool = False
+    ) -> Handle:
+        try:
+            work = post([bytes_of(buffer)], self._peer, 0)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        assert work is not None
+        return _Message(work, self._failed, asks)
 
 
 class _Message:
@@ -83,14 +95,10 @@ class _Message:
 
     __slots__ = ("_asks", "_failed", "_work")
 
-    def __init__(
-        self, post: Callable[..., Any], buffer: torch.Tensor, peer: int, failed: Failed, asks: bool
-    ) -> None:
-        self._failed, self._asks = failed, asks
-        try:
-            self._work: dist.Work = post([bytes_of(buffer)], peer, 0)
-        except RuntimeError as error:
-            raise failed(error) from error
+    def __init__(self, work: dist.Work, failed: Failed, asks: bool) -> None:
+        self._work = work
+        self._failed = failed
+        self._asks = asks
 
     @property
     def done(self) -> bool:
@@ -103,6 +111,11 @@ class _Message:
             return self._work.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
+
+
+def ends_of(channel: Channel) -> tuple[int, ...]:
+    """The two ranks of a channel, the lower one first."""
+    return tuple(sorted((channel.sender, channel.receiver)))
 
 
 def symptoms_of(error: RuntimeError) -> tuple[bool, bool]:
@@ -140,3 +153,11 @@ def default_group() -> dist.ProcessGroup:
     if group is None:
         raise TransportError("there is no process group; call init_process_group first")
     return group
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """What tells groups of the same processes apart; the same on all of them."""
+    try:
+        return group.group_name
+    except RuntimeError:  # nobody has given it a name
+        return ""

@@ -1,7 +1,8 @@
 """Ranks as processes, over torch.distributed: gloo or nccl.
 
-Exchanges go over plain sockets. A rank passes on what it has to the rank 1, 2, 4, … places further,
-so that all have everything after as many rounds as the number of ranks has binary digits::
+Exchanges go over plain sockets. Up to four ranks send their data to each other directly. More ranks
+pass on what they have to the rank 1, 2, 4, … places further, so that all have everything after as
+many rounds as the number of ranks has binary digits::
 
     rank 0  ──►  rank 1      round 1: one rank's data
     rank 0  ──►  rank 2      round 2: the data of two ranks
@@ -21,9 +22,9 @@ What a rank sends is a frame. Its purpose is in it, so that a mix-up can be repo
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from errno import ECONNRESET
+from errno import ECONNABORTED, ECONNRESET
 from functools import partial
 from weakref import WeakKeyDictionary, ref
 
@@ -32,14 +33,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from taktline.errors import StageError, TaktlineError, TransportError, text_of
-from taktline.transport.base import Channel, Frame, Post, Transport
+from taktline.transport.base import Channel, Frame, Handle, Post, Transport
 from taktline.transport.communicators import (
     Communicator,
     backend_of,
+    ends_of,
+    name_of,
     symptoms_of,
     timeout_of,
 )
-from taktline.transport.control_plane import Member, PeerFailure, Plane, neighbours
+from taktline.transport.control_plane import Member, PeerFailure, Plane
 from taktline.transport.exchange import written
 from taktline.transport.exit_hooks import store_name
 from taktline.transport.lanes import Lane
@@ -48,6 +51,8 @@ from taktline.transport.news import OUTSIDE, Cause, Verdict
 _CPU = torch.device("cpu")
 _NOTHING = torch.empty(0)
 """Frames go as the marks of a message, without a tensor."""
+_FEW = 4
+"""The most ranks that all send their numbers to each other directly."""
 _MARK = 0x7A4B74616B740003
 """The last two bytes are the version."""
 _HEAD = struct.Struct("<2q48s")
@@ -80,11 +85,11 @@ def packed(frame: Frame) -> bytes:
     return _HEAD.pack(_MARK, len(data), what.encode()[:48]) + data
 
 
-def received(read: Callable[[bytearray], object], rank: int) -> bytes:
-    """The bytes of a frame that comes from a rank; ``read`` fills a buffer with what is next."""
-    head = bytearray(_HEAD.size)
-    read(head)
-    mark, size, _ = _HEAD.unpack(head)
+def size_of(data: bytes | bytearray, at: int, rank: int) -> int | None:
+    """The number of bytes of a rank's frame at an offset; None if its head is not complete."""
+    if len(data) - at < _HEAD.size:
+        return None
+    mark, size, _ = _HEAD.unpack_from(data, at)
     if mark != _MARK:
         raise TransportError(
             f"rank {rank} has sent no message of an exchange, or one of another version; "
@@ -92,9 +97,7 @@ def received(read: Callable[[bytearray], object], rank: int) -> bytes:
         )
     if not 0 <= size <= _MOST:
         raise TransportError(f"rank {rank} announces {size:,} bytes, more than there can be")
-    data = bytearray(size)
-    read(data)
-    return bytes(head + data)
+    return _HEAD.size + size
 
 
 def unpacked(data: bytes) -> Frame:
@@ -108,45 +111,107 @@ class AllGather:
 
     Args:
         plane: the control plane, by which the ranks connect.
-        member: the group of their processes.
+        member: the group of their processes, which have met.
         rank: the rank of this process.
         seconds: the timeout of each wait.
     """
 
     def __init__(self, plane: Plane, member: Member, rank: int, seconds: float) -> None:
         self._rank, self._size = rank, len(member.processes)
+        self._rounds = _rounds(self._size)
         self._lanes: dict[int, Lane] = {}
-        for peer in neighbours(rank, self._size):
+        for peer in _peers_of(rank, self._size):
             process = member.processes[peer]
             connection = plane.connect(member, process, "numbers", seconds)
             self._lanes[peer] = Lane(connection, seconds, partial(PeerFailure, [process]))
+        self._unread = {peer: bytearray() for peer in self._lanes}
 
     def exchange(self, mine: Frame) -> list[Frame]:
         """Send the frame of this rank, and return the frames of all."""
-        rank, size = self._rank, self._size
-        frames = {rank: packed(mine)}
         try:
-            while (way := len(frames)) < size:
-                count = min(way, size - way)
-                message = b"".join(frames[(rank - back) % size] for back in range(count))
-                leaving = self._lanes[(rank + way) % size].send(_NOTHING, message)
-                for back in range(count):
-                    source = (rank - way - back) % size
-                    frames[source] = self.receive((rank - way) % size)
-                leaving.wait()
+            return [unpacked(frame) for frame in self._exchange(packed(mine))]
         except PeerFailure:
             self.shut()  # so that no rank waits for what this one cannot pass on
             raise
-        return [unpacked(frames[peer]) for peer in range(size)]
 
-    def receive(self, peer: int) -> bytes:
-        """The next frame that a rank sends."""
-        return received(lambda part: self._lanes[peer].receive(_NOTHING, part).wait(), peer)
+    def _exchange(self, mine: bytes) -> list[bytes]:
+        rank, size = self._rank, self._size
+        frames = {rank: mine}
+        for ways in self._rounds:
+            messages = {
+                (rank + way) % size: b"".join(frames[(rank - back) % size] for back in range(count))
+                for way, count in ways
+            }
+            leaving = self._send(messages)
+            for way, count in ways:
+                source = (rank - way) % size
+                for back, frame in enumerate(self._receive(source, count)):
+                    frames[(source - back) % size] = frame
+            for message in leaving:
+                message.wait()
+        return [frames[peer] for peer in range(size)]
+
+    def _send(self, messages: dict[int, bytes]) -> list[Handle]:
+        """Send each message, even if a rank is lost: the others wait for theirs."""
+        leaving: list[Handle] = []
+        failures: list[PeerFailure] = []
+        for peer, data in messages.items():
+            try:
+                leaving.append(self._lanes[peer].send(_NOTHING, data))
+            except PeerFailure as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+        return leaving
+
+    def _receive(self, peer: int, count: int) -> list[bytes]:
+        """The next frames of a rank."""
+        data, found, at = self._unread[peer], [], 0
+        while len(found) < count:
+            size = size_of(data, at, peer)
+            if size is None or len(data) - at < size:
+                data += self._lanes[peer].take()
+                continue
+            found.append(bytes(data[at : at + size]))
+            at += size
+        del data[:at]
+        return found
 
     def shut(self) -> None:
         """End every wait, here and at the other ends; from any thread."""
         for lane in self._lanes.values():
             lane.shut()
+
+
+def _peers_of(rank: int, size: int) -> list[int]:
+    """The ranks with which a rank has connections, by the number of ranks.
+
+    >>> _peers_of(0, 4), _peers_of(0, 8)
+    ([1, 2, 3], [1, 2, 4, 6, 7])
+    """
+    ways = {way for ways in _rounds(size) for way, _ in ways}
+    return sorted({(rank + sign * way) % size for way in ways for sign in (1, -1)})
+
+
+def _rounds(size: int) -> list[list[tuple[int, int]]]:
+    """For each round, how much further a rank sends, and the frames of how many ranks.
+
+    >>> _rounds(3), _rounds(6)
+    ([[(1, 1), (2, 1)]], [[(1, 1)], [(2, 2)], [(4, 2)]])
+    """
+    if size <= _FEW:
+        return [[(way, 1) for way in range(1, size)]]
+    ways = [1 << digit for digit in range((size - 1).bit_length())]
+    return [[(way, min(way, size - way))] for way in ways]
+
+
+def _was_cut_off(error: BaseException | None) -> bool:
+    """Whether a connection has broken by itself: its other end has not hung up."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (ECONNRESET, ECONNABORTED):
+            return True
+        error = error.__cause__
+    return False
 
 
 class Distributed(Transport):
@@ -182,7 +247,7 @@ class Distributed(Transport):
         self._connections: dict[Channel, Lane | Communicator] = {}
         self._all_gather: AllGather | None = None
         _made[group] = _made.get(group, 0) + 1
-        name = f"{self.processes}/{group.group_name}/{device.type}/{_made[group]}"
+        name = f"{self.processes}/{name_of(group)}/{device.type}/{_made[group]}"
         self._member = Member(self.processes, name, self._leave)
         self.plane.join(self._member)
 
@@ -297,12 +362,11 @@ class Distributed(Transport):
         if self._all_gather is None:
             seconds = self.timeout.total_seconds()
             try:
+                self.plane.meet(self._member, seconds)
                 self._all_gather = AllGather(self.plane, self._member, self.rank, seconds)
             except PeerFailure as failure:
                 what = _COMING if failure.timed_out else "connecting"
-                raise self._first_cause(
-                    failure.processes, what, failure.timed_out, failure
-                ) from failure
+                raise self._lost(failure, what) from failure
             if self.verdict is not None:  # it has come meanwhile
                 raise self._error(self.verdict)
         return self._all_gather
@@ -311,27 +375,23 @@ class Distributed(Transport):
         """Connect the channels of this rank that are not connected yet."""
         self._met()
         for channel in channels:
-            ends = {channel.sender, channel.receiver}
-            if self.rank not in ends or channel in self._connections:
+            if self.rank not in (channel.sender, channel.receiver) or channel in self._connections:
                 continue
-            peer = sum(ends) - self.rank
             if self._has_lanes:
-                self._connect_lanes(peer)
+                self._connect_lanes(channel)
             else:
-                self._connections[channel] = self._communicator(channel, peer)
-                # nccl connects at the first message, and waits for the other end.
-                byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-                post = self.sender if channel.sender == self.rank else self.receiver
-                post(channel)(byte).wait()
+                self._connections[channel] = self._communicator(channel)
+                self._greet(channel)
 
-    def _connect_lanes(self, peer: int) -> None:
+    def _connect_lanes(self, channel: Channel) -> None:
         """Connect this rank and another one by lanes, for every channel between them."""
-        rank, process, seconds = self.rank, self.processes[peer], self.timeout.total_seconds()
+        ends = ends_of(channel)
+        peer, seconds = sum(ends) - self.rank, self.timeout.total_seconds()
+        process = self.processes[peer]
 
         def lost(timed_out: bool) -> TaktlineError:
-            return self._first_cause(
-                [process], f"messages between rank {rank} and rank {peer}", timed_out
-            )
+            what = f"messages between rank {self.rank} and rank {peer}"
+            return self._first_cause([process], what, timed_out)
 
         for gradients in (False, True):
             try:
@@ -339,21 +399,21 @@ class Distributed(Transport):
             except PeerFailure as failure:
                 raise lost(failure.timed_out) from failure
             lane = Lane(found, seconds, lost)
-            for ends in ((rank, peer), (peer, rank)):
-                self._connections[Channel(*ends, gradients)] = lane
+            for sender, receiver in (ends, ends[::-1]):
+                self._connections[Channel(sender, receiver, gradients)] = lane
 
-    def _communicator(self, channel: Channel, peer: int) -> Communicator:
+    def _communicator(self, channel: Channel) -> Communicator:
         """The communicator of a channel, made by both of its ranks."""
         if self.verdict is not None:
             raise self._error(self.verdict)
         # Restarted processes may find what their forerunners have left in the same store.
-        process = self.processes[channel.receiver]
-        name = f"{store_name()}/{self._member.place}/{self.plane.news.here[process]}/{channel}"
+        name = f"{store_name()}/{self._member.meeting}/{channel}"
         store = PrefixStore(name, self.group.get_group_store())
-        return Communicator(
+        peer = sum(ends_of(channel)) - self.rank
+        return Communicator.connect(
             self._backend,
             store,
-            int(peer > self.rank),
+            ends_of(channel).index(peer),
             self.timeout,
             lambda error: self._failed(error, peer, channel),
         )
@@ -377,9 +437,13 @@ class Distributed(Transport):
         try:
             return all_gather.exchange(mine)
         except PeerFailure as failure:
-            raise self._first_cause(
-                failure.processes, mine.what, failure.timed_out, failure
-            ) from failure
+            raise self._lost(failure, mine.what) from failure
+
+    def _greet(self, channel: Channel) -> None:
+        """Send one byte: nccl connects at the first message, and waits for the other end."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        post = self.sender(channel) if channel.sender == self.rank else self.receiver(channel)
+        post(byte).wait()
 
     def _failed(self, error: RuntimeError, peer: int, what: object) -> TaktlineError:
         """The error for a message that failed: by the first cause, if there is a verdict."""
@@ -387,6 +451,9 @@ class Distributed(Transport):
         if not timed_out and not lost and self.verdict is None:
             return TransportError(f"rank {self.rank} cannot talk to rank {peer} ({what}): {error}")
         return self._first_cause([self.processes[peer]], what, timed_out, error)
+
+    def _lost(self, failure: PeerFailure, what: str) -> TaktlineError:
+        return self._first_cause(failure.processes, what, failure.timed_out, failure)
 
     def _first_cause(
         self,
@@ -399,16 +466,14 @@ class Distributed(Transport):
         # A connection may end before the verdict arrives; and if this process was stopped itself,
         # the others have announced that long ago. A peer that has hung up itself may have been cut
         # off from another one, and announces that first.
-        cause = None if error is None else error.__cause__
-        was_cut_off = isinstance(cause, OSError) and cause.errno == ECONNRESET
-        seconds = _NEWS_SECONDS + (0 if was_cut_off else _LATE_NEWS_SECONDS)
+        seconds = _NEWS_SECONDS + (0 if _was_cut_off(error) else _LATE_NEWS_SECONDS)
         self._member.heard.wait(_LATE_NEWS_SECONDS if timed_out else seconds)
         if self.verdict is None:
             if timed_out:
-                found = self.plane.news.stalled(self.processes, awaited, str(what))
+                found = self.plane.stalled(self.processes, awaited, str(what))
             elif awaited:
                 suspect = next((p for p in awaited if p in self.plane.news.gone), awaited[0])
-                cause = Cause.CUT if self.plane.news.lives(suspect) else Cause.LOST
+                cause = Cause.CUT if self.plane.lives(suspect) else Cause.LOST
                 found = Verdict(cause, suspect, f"rank {self.plane.process}", f"({what})")
             else:
                 found = Verdict(Cause.RAISED, self.plane.process, "a lost connection", str(what))

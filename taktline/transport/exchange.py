@@ -1,4 +1,4 @@
-"""Exchanges of values and errors among all ranks, over a transport's exchange of bytes."""
+"""Exchanges of texts, values and errors among all ranks, over a transport's exchange of numbers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ _CLASSES: dict[str, type[TaktlineError]] = {name: getattr(errors, name) for name
 """The classes that a shared error may have."""
 
 
+def share_floats(
+    transport: Transport, numbers: Sequence[float], what: str, *, ragged: bool = False
+) -> list[tuple[float, ...]]:
+    """Return the numbers of every rank, bit for bit; all ranks take part.
+
+    With ``ragged``, ranks may pass different amounts.
+    """
+    rows = transport.exchange(as_integers(numbers), what, ragged=ragged)
+    return [as_floats(row) for row in rows]
+
+
 def as_integers(numbers: Sequence[float]) -> tuple[int, ...]:
     """The bits of floats, as whole numbers that can be exchanged.
 
@@ -35,6 +46,12 @@ def as_floats(bits: Sequence[int]) -> tuple[float, ...]:
     return struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits))
 
 
+def share_texts(transport: Transport, text: str, what: str = "an exchange of texts") -> list[str]:
+    """Return the text of every rank; all ranks take part, with the same purpose."""
+    rows = transport.share(text.encode(errors="surrogatepass"), what)
+    return [data.decode(errors="replace") for data in rows]
+
+
 def share_values(
     transport: Transport, value: Any, shape: Any, call: str, *, what: str
 ) -> list[Any]:
@@ -44,14 +61,14 @@ def share_values(
     >>> share_values(Alone(), {"step": 3}, {"step": int}, "an example", what="the step")
     [{'step': 3}]
     """
-    texts = transport.share(json.dumps(value).encode(), call)
+    texts = share_texts(transport, json.dumps(value), call)
     return [read(text, shape, what=f"{what} of rank {rank}") for rank, text in enumerate(texts)]
 
 
 def share_error(transport: Transport, error: TaktlineError | None) -> TaktlineError | None:
     """Return the error of the lowest rank that has one; all ranks take part."""
-    told, call = "" if error is None else written(error), "what went wrong"
-    for rank, text in enumerate(share_values(transport, told, str, call, what="the error")):
+    told = "" if error is None else written(error)
+    for rank, text in enumerate(share_texts(transport, told, "what went wrong")):
         if text and rank == transport.rank:
             return error
         if text:

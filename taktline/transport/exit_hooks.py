@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from taktline.errors import LostRankError, StallError
-from taktline.transport.sockets import NOWHERE, place_of
+from taktline.transport.sockets import NOWHERE, hosts_of
 
 _CALL_SECONDS = 1.0
 
@@ -40,15 +40,17 @@ def leave_word() -> None:
     if group is not None and group in planes:  # whose end others notice by themselves
         return
     with suppress(Exception):  # the store may be gone
-        store = None if group is None else group.get_group_store()
-        if (there := place_of(store)) is not None:
+        if group is None:
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(place, _CALL_SECONDS).close()
+            store, rank, _ = _meeting(timedelta(seconds=_CALL_SECONDS))
+            store.compare_set(_OUTCOME, "", f"ended {rank}")
+            return
+        store = group.get_group_store()
+        if (there := next(hosts_of(store), None)) is not None:
             # If it is gone, torch would write a warning with its whole stack.
             socket.create_connection(there, _CALL_SECONDS).close()
-        if group is not None and store is not None:
-            PrefixStore(store_name(), store).set(str(group.rank()), json.dumps(NOWHERE))
-        else:
-            launcher, rank, _ = _meeting(timedelta(seconds=_CALL_SECONDS))
-            launcher.compare_set(_OUTCOME, "", f"ended {rank}")
+        PrefixStore(store_name(), store).set(str(group.rank()), json.dumps(NOWHERE))
 
 
 _OUTCOME = "outcome"
@@ -105,7 +107,7 @@ def _forked() -> None:
     While it holds them, no other process notices that its parent has died.
     """
     for plane in list(planes.values()):
-        plane.close_sockets()
+        plane.close_inherited()
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -29,6 +29,7 @@ from taktline.transport.base import Handle
 
 _SMALL = 1 << 16
 """The most bytes of a small message; the kernel has room for dozens of them."""
+_PIECE = 1 << 16
 _PATIENCE = 300e-6
 """For so many seconds a wait stays awake: waking a sleeper takes time, here and at the sender."""
 
@@ -41,132 +42,150 @@ class Lane:
 
     def __init__(self, connection: socket.socket, seconds: float, lost: Lost) -> None:
         self._socket = connection
-        self._out = _Way(connection, seconds, lost, reads=False)
-        self._in = _Way(connection, seconds, lost, reads=True)
-        finalize(self, _end, connection)
+        self._seconds = seconds
+        self._lost = lost
+        self._posted: deque[_Message] = deque()
+        self._rest: deque[_Message] = deque()
+        self._writing, self._reading = threading.Lock(), threading.Lock()
+        self._reads_ahead = False
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
+        finalize(self, connection.close)
 
     def send(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
         """Send marks and a buffer on the CPU."""
-        return self._out.post(buffer, marks)
+        leaving = _Message(buffer, marks, self._flush)
+        with self._writing:
+            if not self._rest:
+                try:
+                    leaving.cut(self._socket.sendmsg(leaving.left))
+                except BlockingIOError:
+                    pass  # the kernel has no room
+                except OSError as error:
+                    raise self._lost(False) from error
+                if not leaving.left:
+                    return leaving
+            leaving.ended = threading.Event()
+            self._rest.append(leaving)
+            if len(self._rest) == 1:
+                threading.Thread(target=self._write_rest, name="taktline lane", daemon=True).start()
+        return leaving
 
     def receive(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
         """Receive marks and a buffer, after those that were posted before."""
-        return self._in.post(buffer, marks)
+        arriving = _Message(buffer, marks, self._arrive)
+        with self._reading:
+            if arriving.left:
+                self._posted.append(arriving)
+            if buffer.nbytes > _SMALL and not self._reads_ahead:
+                self._reads_ahead = True
+                threading.Thread(target=self._read_ahead, name="taktline lane", daemon=True).start()
+        return arriving
+
+    def _arrive(self, wanted: _Message) -> None:
+        """Wait until a message has arrived."""
+        with self._reading:
+            while wanted.left:
+                try:
+                    self._read()
+                except BlockingIOError:
+                    self._await()
+                except OSError as error:
+                    raise self._lost(False) from error
+
+    def take(self) -> bytes:
+        """Some bytes, for a receiver that does not know how many there are; waits for them."""
+        while True:
+            try:
+                if data := self._socket.recv(_PIECE):
+                    return data
+                raise self._lost(False)
+            except BlockingIOError:
+                self._await()
+            except OSError as error:
+                raise self._lost(False) from error
+
+    def _await(self) -> None:
+        """Wait until something arrives."""
+        if not _events(self._arrivals, self._seconds):
+            raise self._lost(True)
+
+    def _read(self) -> None:
+        """Take what has arrived."""
+        first = self._posted[0]
+        count = self._socket.recvmsg_into(first.left)[0]
+        if not count:
+            raise ConnectionResetError("the connection has ended")
+        first.cut(count)
+        if not first.left:
+            self._posted.popleft()
+
+    def _read_ahead(self) -> None:
+        """Read while the rank computes; on a thread that ends when nothing is awaited."""
+        arrivals = select.poll()
+        arrivals.register(self._socket, select.POLLIN)
+        while self._reads_ahead:
+            arrivals.poll()
+            with self._reading:
+                try:
+                    if self._posted:
+                        self._read()
+                except BlockingIOError:
+                    pass
+                except OSError:  # the wait for the message fails, too
+                    self._reads_ahead = False
+                self._reads_ahead &= bool(self._posted)
+
+    def _flush(self, leaving: _Message) -> None:
+        """Wait until a message is sent."""
+        if not leaving.ended.wait(self._seconds):
+            raise self._lost(True)
+        if leaving.left:
+            raise self._lost(False)
 
     def shut(self) -> None:
         """End every wait, here and at the other end; from any thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-
-def _end(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # which ends its threads
-    connection.close()
-
-
-class _Way:
-    """One direction of a lane."""
-
-    def __init__(
-        self, connection: socket.socket, seconds: float, lost: Lost, *, reads: bool
-    ) -> None:
-        self._connection, self._seconds, self._lost = connection, seconds, lost
-        self._reads = reads
-        self._poll = self._poll_of()
-        self._posted: deque[_Message] = deque()
-        self._lock = threading.Lock()
-        """Held while messages are posted, moved and awaited."""
-        self._helped = False
-        """Whether a thread moves messages, too."""
-        self._error: OSError | None = None
-        """Why nothing can be moved any more."""
-
-    def _poll_of(self) -> select.poll:
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN if self._reads else select.POLLOUT)
-        return poll
-
-    def post(self, buffer: torch.Tensor, marks: bytes | bytearray) -> _Message:
-        """Let a message be moved after all others; what takes long, a thread moves."""
-        message = _Message(buffer, marks, self)
-        with self._lock:
-            if message.left:
-                self._posted.append(message)
-            try:
-                if not self._reads:
-                    self._move()
-            except OSError as error:
-                raise self._lost(False) from error
-            takes_long = buffer.nbytes > _SMALL or not self._reads
-            if message.left and takes_long and not self._helped:
-                self._helped = True
-                threading.Thread(target=self._help, name="taktline lane", daemon=True).start()
-        return message
-
-    def finish(self, message: _Message) -> None:
-        """Wait until a message is sent, or has arrived."""
-        with self._lock:
-            try:
-                while message.left:
-                    if not self._move() and not self._await():
-                        raise self._lost(True)
-            except OSError as error:
-                raise self._lost(False) from error
-
-    def _help(self) -> None:
-        """Move messages while the rank computes; on a thread that ends when none is left."""
-        poll = self._poll_of()
-        while self._helped:
-            poll.poll()
-            with self._lock:
-                with suppress(OSError):  # the waits fail, too
-                    self._move()
-                self._helped = bool(self._posted) and self._error is None
-
-    def _move(self) -> bool:
-        """Move what the kernel takes, or has; returns whether that is anything."""
-        if self._error is not None:
-            raise self._error
-        if not self._posted:
-            return False
-        first = self._posted[0]
-        try:
-            if self._reads:
-                count = self._connection.recvmsg_into(first.left)[0]
-            else:
-                count = self._connection.sendmsg(first.left)
-            if not count:
-                raise ConnectionResetError("the connection has ended")
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self._error = error
-            raise
-        first.cut(count)
-        if not first.left:
-            self._posted.popleft()
-        return True
-
-    def _await(self) -> bool:
-        """Wait until something can be moved; returns whether it can."""
-        if hasattr(os, "sched_yield"):
-            end = time.perf_counter() + _PATIENCE
-            while time.perf_counter() < end:
-                os.sched_yield()  # the other process may need this core
-                if self._poll.poll(0):
-                    return True
-        return bool(self._poll.poll(self._seconds * 1000))
+    def _write_rest(self) -> None:
+        """Write the messages that the kernel had no room for; on a thread that ends with them."""
+        room = select.poll()
+        room.register(self._socket, select.POLLOUT)
+        while self._rest:
+            room.poll()
+            with self._writing:
+                if not self._rest:
+                    return  # another thread has begun before this one has ended
+                first = self._rest[0]
+                try:
+                    first.cut(self._socket.sendmsg(first.left))
+                except BlockingIOError:
+                    pass
+                except OSError:  # the waits fail, as something is left of each message
+                    while self._rest:
+                        self._rest.popleft().ended.set()
+                    return
+                if not first.left:
+                    self._rest.popleft().ended.set()
 
 
 class _Message:
-    """A message under way: marks, and a buffer."""
+    """A message under way: marks, and a buffer; ``finish(message)`` waits for it."""
 
-    __slots__ = ("_buffer", "_way", "left")
+    __slots__ = ("_buffer", "_finish", "ended", "left")
 
-    def __init__(self, buffer: torch.Tensor, marks: bytes | bytearray, way: _Way) -> None:
+    ended: threading.Event
+    """Set once it is sent, or lost; only if the kernel had no room for it."""
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        marks: bytes | bytearray,
+        finish: Callable[[_Message], None],
+    ) -> None:
         self._buffer = buffer  # which owns the memory
-        self._way = way
+        self._finish = finish
         self.left: list[memoryview] = []
         """What is still to be sent or received."""
         if marks:
@@ -190,9 +209,20 @@ class _Message:
     def wait(self) -> None:
         """Return once the message is sent, or has arrived."""
         if self.left:
-            self._way.finish(self)
+            self._finish(self)
 
 
 @lru_cache(64)
 def _array(size: int) -> type[Array[c_char]]:
     return c_char * size
+
+
+def _events(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
+    """The next events on sockets; none once the time is over."""
+    if hasattr(os, "sched_yield"):
+        end = time.perf_counter() + _PATIENCE
+        while time.perf_counter() < end:
+            os.sched_yield()  # the other process may need this core
+            if found := poll.poll(0):
+                return found
+    return poll.poll(seconds * 1000)

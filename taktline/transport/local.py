@@ -70,15 +70,17 @@ def refuse_inside() -> None:
         raise TransportError(f"rank {here.rank} is a local rank and cannot run local ranks itself")
 
 
-def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+class Random:
     """The state that the generators of random numbers have now."""
-    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), on_cuda
 
+    def __init__(self) -> None:
+        self._on_cpu = torch.get_rng_state()
+        self._on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
-def _set_random(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    torch.set_rng_state(state[0])
-    torch.cuda.set_rng_state_all(state[1])
+    def restore(self) -> None:
+        """Set the generators to this state."""
+        torch.set_rng_state(self._on_cpu)
+        torch.cuda.set_rng_state_all(self._on_cuda)
 
 
 class LocalTransport(Transport):
@@ -89,7 +91,7 @@ class LocalTransport(Transport):
     """
 
     def __init__(self, world: _World, rank: int, size: int) -> None:
-        self.rank, self.size, self._random = rank, size, _random_state()
+        self.rank, self.size, self.random = rank, size, Random()
         self._world = world
         self._opened: set[Channel] = set()
         self._turn = threading.Lock()
@@ -147,10 +149,10 @@ class LocalTransport(Transport):
         self._check_turn()
         if awaited.done:
             return
-        self._awaited, self._random = awaited, _random_state()
+        self._awaited, self.random = awaited, Random()
         self._world.pass_on(self.rank)
         self._turn.acquire()
-        _set_random(self._random)
+        self.random.restore()
         self._awaited, deadlock, self._deadlock = None, self._deadlock, None
         self._check_turn()
         if deadlock is not None:
@@ -172,7 +174,7 @@ class LocalTransport(Transport):
             torch.set_num_threads(threads)
         self._turn.acquire()
         self._awaited, world, _thread.transport = None, self._world, self
-        _set_random(self._random)
+        self.random.restore()
         try:
             self._check_turn()
             results[self.rank] = fn(self.rank)
@@ -219,7 +221,7 @@ class _World:
                 self.caller._turn.acquire()
             except BaseException as error:
                 self.interrupts.append(error)
-        _set_random(self.caller._random)
+        self.caller.random.restore()
         # The ranks hold each other for a while; nobody's tensors should stay as long.
         for messages in self.posted.values():
             messages.clear()

@@ -1,33 +1,39 @@
 """The messages of the control plane, and what they say: what each process does, who has failed.
 
-A message is a kind and a body, as JSON, with its length first. The first one on a socket is a hello
-with the sender's address. All others are for everyone::
+A message is a kind and a body, as JSON, with its length first. Neighbours tell each other::
 
-    here      that a process has come, and its address
+    hello     the first message: where the sender can be called; then all facts that it knows
+    state     what the sender is doing, twice a second
+
+The others are facts. They stay true, everyone has to know them, and they are passed on::
+
     gone      that a process is not there any more, and why
+    came      that a process has come to the place where a group meets, and its address
     left      that some process has left places because of a verdict, and that verdict
-    state     what a process is doing, told from time to time
-
-All but the last are facts. They stay true, so that their order does not matter.
+    ask       that a process asks what all are doing: for a while, states are passed on, too
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from taktline.checks import conform, read
 from taktline.errors import JsonError, LostRankError, StallError, TaktlineError
 from taktline.transport.exchange import restored
-from taktline.transport.sockets import ADDRESS, Address
+from taktline.transport.sockets import ADDRESS
 
-STATE_SECONDS = 0.5
-"""How often a process tells what it does. With very many it is less often, see :class:`News`."""
+SILENT_SECONDS = 2.0
+"""After how long without a word a process counts as silent: that is four states."""
+COMPUTES = "computes"
+"""What a process is doing that does not wait for others, as far as can be seen."""
 ENDED, LOST = "has ended", "is lost"
 """Why a process is not there any more: it has said goodbye, or has not."""
 OUTSIDE = "outside of a step"
@@ -36,25 +42,8 @@ LENGTH = struct.Struct("<I")
 _LONGEST, _LONGEST_STATE = 50_000, 2000
 """The most characters of a report, which has to fit into a message, and of a state."""
 _WHAT = "a message of the control plane"
-_NAMED = 8
-"""How many ranks that compute are named."""
 
 _log = logging.getLogger("taktline")
-
-
-class Does(IntEnum):
-    """What a process does, by how likely it is that others wait for it."""
-
-    SILENT = 0
-    """It has not said anything for a while."""
-    COMPUTES = 1
-    """It computes in the user's code."""
-    RUNS = 2
-    """It computes elsewhere, as far as can be seen; it may be a wait in C++."""
-    IDLE = 3
-    """It is not in a step."""
-    WAITS = 4
-    """It waits for others."""
 
 
 class State(NamedTuple):
@@ -63,9 +52,11 @@ class State(NamedTuple):
     process: int
     number: int
     """How often it has said so."""
+    age: float
+    """How many seconds ago."""
     text: str
-    does: int
-    """One of :class:`Does`."""
+    busy: bool
+    """Whether it is in a step."""
 
 
 class Cause(StrEnum):
@@ -128,10 +119,11 @@ class Verdict:
 
 
 _SHAPES: dict[str, Any] = {
-    "hello": (int, ADDRESS),
-    "here": (int, ADDRESS),
+    "hello": ADDRESS,
+    "state": (int, int, float, str, bool),
+    "ask": (int, int),
     "gone": (int, str),
-    "state": (int, int, str, int),
+    "came": (int, str, ADDRESS),
     "left": ((str, int, str, str, str), [str]),
 }
 
@@ -146,96 +138,142 @@ def decode(message: bytes) -> tuple[str, Any]:
     """The kind and the body of a message; raises a :class:`JsonError` if it is none.
 
     >>> decode(encode("gone", 3, "is lost"))
-    ('gone', [3, 'is lost'])
+    ('gone', (3, 'is lost'))
     """
     kind, body = read(message[LENGTH.size :], (str, object), what=_WHAT)
     if kind not in _SHAPES:
         raise JsonError(_WHAT, f"no kind is {kind[:40]!r}")
     conform(body, _SHAPES[kind], what=_WHAT)
+    if kind == "state":
+        return kind, State(*body)
+    if kind == "came":
+        process, place, address = body
+        return kind, (process, place, tuple(address))
     if kind == "left":
         (cause, *rest), places = body
         if cause not in list(Cause):
             raise JsonError(_WHAT, f"nothing is {cause[:40]!r}")
-        body = Verdict(Cause(cause), *rest), places
-    return kind, body
+        return kind, (Verdict(Cause(cause), *rest), places)
+    return kind, tuple(body)
+
+
+_COMPUTE, _WAITS = (1, 2), 5
+"""How innocent processes are that compute, in the user's code or elsewhere, or wait for others.
+
+A wait in C++ looks like computing elsewhere.
+"""
+_NAMED = 8
+"""How many ranks that compute are named."""
+
+
+class Heard(NamedTuple):
+    """What was heard of a process last."""
+
+    time: float
+    """When the process has said so."""
+    said: State
+    came: float = 0.0
+    """When this has arrived here; another process may have passed it on."""
 
 
 class News:
-    """The latest news of each of ``size`` processes, as ``process`` has heard them by ``now()``.
+    """The latest news of every process, as ``process`` has heard them by ``now()``."""
 
-    Everyone hears the states of everyone, so each tells its own the less often the more there are:
-    the control plane of 1,024 processes takes about a hundredth of a core. A process is known to
-    be silent after four states that did not come.
-    """
-
-    def __init__(self, process: int, size: int, now: Callable[[], float]) -> None:
-        self.state: Callable[[], tuple[str, int]] = lambda: ("is not in a step", Does.IDLE)
-        """What this process is doing: a text, and one of :class:`Does`."""
-        self.period = STATE_SECONDS * max(1.0, size / 8)
-        """After how long a process tells anew what it does."""
-        self.here: dict[int, Address] = {}
-        """The processes that have come, and where they are called."""
+    def __init__(self, process: int, now: Callable[[], float]) -> None:
+        self.state: Callable[[], tuple[str, bool]] = lambda: ("is not in a step", False)
+        """What this process is doing, and whether that is a step."""
+        self.here: set[int] = {process}
+        """The processes that have come."""
         self.gone: dict[int, str] = {}
         """Why processes are not there any more."""
-        self.heard: dict[int, tuple[float, State]] = {}
-        """What each process has said last, and when that was heard."""
+        self.heard: dict[int, Heard] = {}
         self._process, self._now, self._count = process, now, 0
 
     def own(self) -> State:
         """What this process is doing."""
         self._count += 1
         try:
-            text, does = self.state()
+            text, busy = self.state()
         except Exception as error:  # a failing look must not stop the control thread
             _log.debug("the control plane could not read what this process is doing: %s", error)
-            text, does = "cannot say what it is doing", Does.WAITS
-        return State(self._process, self._count, text[:_LONGEST_STATE], does)
+            text, busy = "cannot say what it is doing", True
+        return State(self._process, self._count, 0.0, text[:_LONGEST_STATE], busy)
 
-    def note(self, said: State) -> bool:
-        """Note what a process does; returns whether that is news."""
-        known = self.heard.get(said.process)
-        if known is not None and said.number <= known[1].number:
+    def note(self, said: State, since: float) -> bool:
+        """Note what a process was doing; returns whether it had not been heard of since a time."""
+        known, now = self.heard.get(said.process), self._now()
+        is_old = known is not None and said.number < known.said.number
+        if is_old or said.process == self._process:
             return False
-        self.heard[said.process] = self._now(), said
-        return True
+        self.here.add(said.process)
+        self.heard[said.process] = Heard(now - said.age, said, now)
+        return known is None or known.came < since
+
+    def unheard(self, processes: Iterable[int], since: float) -> bool:
+        """Whether any of these processes has not been heard of since a time."""
+        return any(p not in self.heard or self.heard[p].came < since for p in processes)
+
+    def silent(self, processes: Iterable[int]) -> list[State]:
+        """What those of the processes did that have not said anything for a while."""
+        return [
+            self.heard[process].said._replace(age=self._age(process))
+            for process in processes
+            if process in self.heard and self._age(process) > SILENT_SECONDS
+        ]
 
     def lives(self, process: int) -> bool:
-        """Whether a process has come, and has not fallen silent."""
-        return process in self.here and process not in self.gone and not self._silence(process)
+        """Whether a process has been heard of just now."""
+        return self._age(process) <= SILENT_SECONDS and process not in self.gone
 
     def report(self, processes: Iterable[int]) -> str:
         """A line for each of these processes: what it is doing."""
         return "\n".join(f"  rank {process}: {self._doing(process)}" for process in processes)
 
-    def stalled(self, processes: Iterable[int], awaited: Collection[int], what: str) -> Verdict:
+    def stalled(self, everyone: Iterable[int], awaited: Collection[int], what: str) -> Verdict:
         """A verdict on the process that holds up the others: a silent, busy or absent one.
 
-        It may be none of ``processes``, which wait: a rank that waits for it holds up others. Of
-        several, it is one that is awaited here. If there is none, the verdict says so.
+        It may be in none of the groups of this process: a rank that waits for it holds up others.
+        Of several, it is one that is awaited here. If there is none, the verdict says so.
         """
-        everyone = sorted({*self.here, *processes})
-        does = {process: self._does(process) for process in everyone if process != self._process}
-        suspect = min(does, key=lambda process: (does[process], process not in awaited, process))
-        alike = [p for p in does if does[p] == does[suspect] and p != suspect][:_NAMED]
-        where = [f"rank {self._process} waits for {what}"] if what else []
-        if does[suspect] == Does.WAITS:
-            where.append("all wait for each other: which rank holds them up cannot be told")
-        elif alike and does[suspect] in (Does.COMPUTES, Does.RUNS):
-            names = " and ".join(f"rank {process}" for process in alike)
+        group = {*everyone, self._process}
+        others = sorted(group - {self._process}, key=lambda p: (p not in awaited, p))
+        suspect = min(others, key=self._innocence)
+        least, unknown = self._innocence(suspect), ""
+        alike = [p for p in others if p != suspect and self._innocence(p) == least]
+        if least == _WAITS:
+            elsewhere = self._elsewhere(others)
+            suspect = suspect if elsewhere is None else elsewhere
+            if elsewhere is None:
+                unknown = "all wait for each other: which rank holds them up cannot be told"
+        elif least in _COMPUTE and alike:
+            names = " and ".join(f"rank {process}" for process in alike[:_NAMED])
             also = "computes" if len(alike) == 1 else "compute"
-            where.append(f"{names} {also}, too: which of them holds up the others cannot be told")
-        text = self.report(everyone)[:_LONGEST]
-        return Verdict(Cause.STALLED, suspect, text, f"({'; '.join(where)})" if where else "")
+            unknown = f"{names} {also}, too: which of them holds up the others cannot be told"
+        waits = f"rank {self._process} waits for {what}" if what else ""
+        where = "; ".join(filter(None, (waits, unknown)))
+        report = self.report(sorted(group))[:_LONGEST]
+        return Verdict(Cause.STALLED, suspect, report, f"({where})" if where else "")
 
-    def _does(self, process: int) -> int:
-        if self._silence(process):
-            return Does.SILENT
-        return self.heard[process][1].does if process in self.heard else Does.IDLE
+    def _innocence(self, process: int) -> int:
+        """How little speaks for it that a process holds up the others."""
+        if process not in self.heard:
+            return _WAITS - 1
+        said = self.heard[process].said
+        computes = [f": {COMPUTES}," in said.text, f": {COMPUTES}" in said.text]
+        signs = [self._age(process) > SILENT_SECONDS, *computes, not said.busy]
+        return signs.index(True) if any(signs) else _WAITS
 
-    def _silence(self, process: int) -> float:
-        """For how many seconds a process has been silent; 0 if it is not."""
-        age = self._now() - self.heard[process][0] if process in self.heard else 0.0
-        return age if age > 4 * self.period else 0.0
+    def _elsewhere(self, others: Collection[int]) -> int | None:
+        """The process that is in another call than all the others, if there is one."""
+        said = {p: self.heard[p].said.text for p in others} | {self._process: self.own().text}
+        calls = {process: text.split(" for ")[0] for process, text in said.items()}
+        counts = Counter(calls.values())
+        alone = [process for process in others if counts[calls[process]] == 1]
+        return alone[0] if len(counts) == 2 and len(alone) == 1 else None
+
+    def _age(self, process: int) -> float:
+        """How many seconds ago a process has said what it does."""
+        return self._now() - self.heard[process].time if process in self.heard else math.inf
 
     def _doing(self, process: int) -> str:
         """What a process is doing, as far as it has said."""
@@ -245,7 +283,7 @@ class News:
             return f"{reason} (its process)"
         if process not in self.heard:
             return "has sent nothing yet"
-        said, silence = self.heard[process][1].text, self._silence(process)
-        if not silence:
+        said, age = self.heard[process].said.text, self._age(process)
+        if age <= SILENT_SECONDS:
             return said
-        return f"silent for {silence:.0f} seconds (stopped, or cut off); then: {said}"
+        return f"silent for {age:.0f} seconds (stopped, or cut off); then: {said}"

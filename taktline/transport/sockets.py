@@ -1,8 +1,9 @@
 """Sockets between the processes of a job: the address of a process, and who may connect to it.
 
-A process has one listening socket. A caller begins with a greeting, in one piece: the listener's
-token, what the socket is for, and the caller's number. Nobody waits for a caller that says nothing:
-only so many may be without a greeting at a time, and one more drops the oldest of them.
+A process has one listening socket. A caller begins with a greeting: the listener's token, what the
+socket is for, and the caller's number. Callers are served side by side: one that says nothing keeps
+nobody else waiting, and is gone after some seconds. Only so many may be without a greeting at a
+time; one more drops the oldest of them.
 
 On Linux a listener also has a name, at which processes on the same host reach it without TCP, in
 less of the kernel's time. All users can see that name, so only processes of the same user are let
@@ -18,9 +19,9 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
-from itertools import product
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
@@ -34,6 +35,8 @@ NOWHERE: Address = ("", 0, "", "")
 _TOKEN, _PURPOSE, _NUMBER = 32, 16, 4
 """Bytes of the parts of a greeting."""
 _GREETING = _TOKEN + _PURPOSE + _NUMBER
+_GREETING_SECONDS = 5.0
+"""How long a caller may take for its greeting."""
 _STRANGERS = 128
 """How many callers may be without a greeting at a time."""
 _BREATH = 0.05
@@ -60,22 +63,23 @@ CONTROL = purpose_of("control")
 
 
 class Listener:
-    """A listening socket.
+    """A listening socket; to be used in a ``with`` block, or closed.
 
-    >>> listener = Listener("127.0.0.1")
-    >>> caller = call(listener.address, CONTROL, 3, 5.0)
-    >>> found = [*listener.accept(5.0), *listener.accept(5.0)]  # it comes, and greets
-    >>> found[0].number
+    >>> with Listener("127.0.0.1") as listener:
+    ...     caller = call(listener.address, CONTROL, 3, 5.0)
+    ...     [found] = listener.accept(5.0)
+    >>> found.number
     3
-    >>> caller.close(), found[0].socket.close(), listener.close()
-    (None, None, None)
+    >>> caller.close(), found.socket.close()
+    (None, None)
     """
 
     def __init__(self, host: str) -> None:
         family, *_, at = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         token, name = secrets.token_hex(_TOKEN // 2), ""
         self._token = token.encode()
-        self._servers = [socket.create_server(at, family=family, backlog=2 * _STRANGERS)]
+        server = socket.create_server(at, family=family, backlog=2 * _STRANGERS)
+        self._servers = [server]
         if sys.platform == "linux":
             name = secrets.token_hex(16)
             self._servers.append(socket.socket(socket.AF_UNIX))
@@ -84,58 +88,76 @@ class Listener:
         self._calls = selectors.DefaultSelector()
         for each in self._servers:
             each.setblocking(False)
-            self._calls.register(each, selectors.EVENT_READ, self._let_in)
-        self._strangers: dict[socket.socket, None] = {}
-        """Callers without a greeting, the oldest first."""
-        self.address: Address = (host, self._servers[0].getsockname()[1], token, name)
+            self._calls.register(each, selectors.EVENT_READ)
+        self._strangers: dict[socket.socket, tuple[bytearray, float]] = {}
+        """Callers without a greeting, the oldest first: what they have said, and their limit."""
+        self.address: Address = (host, server.getsockname()[1], token, name)
 
     def fileno(self) -> int:
         """What can be waited on for callers."""
         return self._calls.fileno()
 
     def accept(self, seconds: float = 0.0) -> list[Caller]:
-        """Callers that have greeted, if any; waits so many seconds at most for any caller."""
-        return [
-            caller
-            for key, _ in self._calls.select(seconds)
-            if (caller := key.data(key.fileobj)) is not None
-        ]
+        """The callers that have greeted; waits so many seconds at most."""
+        ready = [key.fileobj for key, _ in self._calls.select(seconds)]
+        for server in self._servers:
+            if server in ready:
+                ready += self._answered(server)
+        found = [self._heard(each) for each in ready if isinstance(each, socket.socket)]
+        now = time.monotonic()
+        for stranger in [each for each, (_, limit) in self._strangers.items() if limit < now]:
+            self._drop(stranger)
+        return [caller for caller in found if caller is not None]
 
-    def _let_in(self, server: socket.socket) -> None:
-        """Take a new caller, unless it is of another user."""
+    def _answered(self, server: socket.socket) -> list[socket.socket]:
+        """New callers, some at a time, without those of other users."""
+        found: list[socket.socket] = []
         try:
-            caller = server.accept()[0]
+            for _ in range(_STRANGERS // 2):
+                connection = server.accept()[0]
+                if len(self._strangers) >= _STRANGERS:
+                    self._drop(next(iter(self._strangers)))
+                if not _is_own_user(connection):
+                    connection.close()
+                    continue
+                connection.setblocking(False)
+                self._strangers[connection] = bytearray(), time.monotonic() + _GREETING_SECONDS
+                self._calls.register(connection, selectors.EVENT_READ)
+                found.append(connection)
         except (BlockingIOError, ConnectionError):
-            return  # it has gone
+            pass  # that was the last, or a caller has gone
         except OSError:  # no more files, or no memory
+            for stranger in list(self._strangers):
+                self._drop(stranger)
             time.sleep(_BREATH)
-            return
-        if not _is_own_user(caller):
-            caller.close()
-            return
-        if len(self._strangers) >= _STRANGERS:
-            self._forget(next(iter(self._strangers))).close()
-        _make_ready(caller)
-        self._strangers[caller] = None
-        self._calls.register(caller, selectors.EVENT_READ, self._hear)
+        return found
 
-    def _hear(self, stranger: socket.socket) -> Caller | None:
-        """Who a caller is, if it has said a greeting; otherwise it is dropped."""
-        if stranger not in self._strangers:
-            return None  # dropped just now
-        said = b""
-        with suppress(OSError):
-            said = self._forget(stranger).recv(_GREETING)
-        if len(said) < _GREETING or not secrets.compare_digest(said[:_TOKEN], self._token):
-            stranger.close()
+    def _heard(self, connection: socket.socket) -> Caller | None:
+        """Read what a caller says; who it is, if that is a greeting."""
+        if connection not in self._strangers:
+            return None  # a server, or dropped
+        said = self._strangers[connection][0]
+        try:
+            data = connection.recv(_GREETING - len(said))
+        except BlockingIOError:
             return None
-        number = int.from_bytes(said[-_NUMBER:], "little")
-        return Caller(said[_TOKEN:-_NUMBER], number, stranger)
+        except OSError:
+            data = b""
+        said += data
+        if data and len(said) < _GREETING:
+            return None
+        if len(said) < _GREETING or not secrets.compare_digest(bytes(said[:_TOKEN]), self._token):
+            self._drop(connection)
+            return None
+        self._calls.unregister(connection)
+        del self._strangers[connection]
+        purpose, number = bytes(said[_TOKEN:-_NUMBER]), int.from_bytes(said[-_NUMBER:], "little")
+        return Caller(purpose, number, connection)
 
-    def _forget(self, stranger: socket.socket) -> socket.socket:
-        del self._strangers[stranger]
-        self._calls.unregister(stranger)
-        return stranger
+    def _drop(self, caller: socket.socket) -> None:
+        del self._strangers[caller]
+        self._calls.unregister(caller)
+        caller.close()
 
     def close(self) -> None:
         """Listen no more; in a forked process, the sockets of its parent stay open."""
@@ -143,27 +165,33 @@ class Listener:
             each.close()
         self._calls.close()
 
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def call(address: Address, purpose: bytes, number: int, seconds: float) -> socket.socket:
-    """Connect with a listener, and greet it; the connection does not block."""
+    """Connect with a listener, and greet it."""
     host, port, token, name = address
     connection = _reached(name, seconds) or socket.create_connection((host, port), seconds)
     try:
         connection.sendall(token.encode() + purpose + number.to_bytes(_NUMBER, "little"))
-        _make_ready(connection)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _make_ready(connection: socket.socket) -> None:
-    """Prepare a connection for messages: it does not block."""
+def ready(connection: socket.socket) -> socket.socket:
+    """A connection for messages, which does not block."""
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
     else:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setblocking(False)
+    return connection
 
 
 def _reached(name: str, seconds: float) -> socket.socket | None:
@@ -184,7 +212,8 @@ def _is_own_user(connection: socket.socket) -> bool:
     if connection.family != socket.AF_UNIX:
         return True
     said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", said)[1] == os.geteuid()
+    _, user, _ = struct.unpack("3i", said)
+    return user == os.geteuid()
 
 
 def _on_host(name: str) -> str:
@@ -197,23 +226,37 @@ def own_host(store: Store) -> str:
 
     It goes over the interface in GLOO_SOCKET_IFNAME, if that has such a way.
     """
-    place, ways = place_of(store), []
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].encode()
-    with suppress(OSError, UnicodeError):  # nothing has that name
-        ways = sorted(socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)) if place else []
-    for over, (family, *_, at) in product([interface, b""], ways):
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            if over:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, over)
-            probe.connect(at)  # which sends nothing
-            return probe.getsockname()[0]
-    return "127.0.0.1"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    for over in [interface, ""] if interface else [""]:
+        for host, port in hosts_of(store):
+            if found := next(_ways(host, port, over), None):
+                return found
+    return "127.0.0.1" if _can_listen("127.0.0.1") else "::1"
 
 
-def place_of(store: Store | None) -> tuple[str, int] | None:
-    """The host and the port of a store, or of the master, if it has none."""
-    while store is not None and hasattr(store, "underlying_store"):
+def hosts_of(store: Store) -> Iterator[tuple[str, int]]:
+    """Where the store is, and the master, which the store may not name."""
+    while hasattr(store, "underlying_store"):
         store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue]
-    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
-    port = getattr(store, "port", None) or os.environ.get("MASTER_PORT", "")
-    return (host, int(port)) if host and str(port).isdecimal() else None
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if isinstance(host, str) and isinstance(port, int):
+        yield host, port
+    master, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if master and port.isdecimal():
+        yield master, int(port)
+
+
+def _ways(host: str, port: int, interface: str) -> Iterator[str]:
+    """This host's address on the way to another one, over an interface, if one is named."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError, UnicodeError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            if interface:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode())
+            probe.connect(socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0][4])
+            yield probe.getsockname()[0]  # nothing was sent
+
+
+def _can_listen(host: str) -> bool:
+    with suppress(OSError), socket.create_server((host, 0)):
+        return True
+    return False

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import selectors
 from collections import deque
-from selectors import SelectorKey
-from typing import Any, cast
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
 
 from torch._C._distributed_c10d import HashStore
 
-from taktline.transport.control_plane import Member, Network, Plane
+from taktline.transport.control_plane import Member, PeerFailure, Plane
+from taktline.transport.links import Network
 from taktline.transport.sockets import CONTROL, Address, Caller
 
 HOP_SECONDS = 0.001
@@ -22,12 +23,18 @@ PIPELINE = 8
 """So many processes in a row are a group."""
 
 
+class Key(NamedTuple):
+    """What a selector returns of an object."""
+
+    fileobj: Any
+    data: Any
+
+
 class Socket:
     """One end of a connection."""
 
-    def __init__(self, network: Simulation, *, at_once: bool = False) -> None:
+    def __init__(self, network: Simulation) -> None:
         self.network = network
-        self.at_once = at_once  # as what ends the wait of its own process
         self.selector: Selector | None = None
         self.other: Socket | None = None
         self.arrived: deque[bytes] = deque()
@@ -43,11 +50,8 @@ class Socket:
         assert self.other is not None
         if self.closed or self.other.closed:
             raise BrokenPipeError
-        if self.at_once:
-            self.other.take(bytes(data))
-        else:
-            self.network.flying.append((self.other, bytes(data)))
-            self.network.messages += 1
+        self.network.flying.append((self.other, bytes(data)))
+        self.network.messages += 1
         return len(data)
 
     def recv(self, size: int) -> bytes:
@@ -64,6 +68,23 @@ class Socket:
         if not self.closed and self.other is not None:
             self.network.flying.append((self.other, b""))
         self.closed = True
+
+    def setblocking(self, flag: bool) -> None:
+        """It never blocks."""
+
+    def setsockopt(self, *option: int) -> None:
+        """It has no options."""
+
+    family = None
+
+
+class Waker(Socket):
+    """Ends the wait of its own process, at once."""
+
+    def send(self, data: bytes | bytearray) -> int:
+        assert self.other is not None
+        self.other.take(bytes(data))
+        return len(data)
 
 
 class Listener:
@@ -94,13 +115,13 @@ class Selector:
 
     def __init__(self, network: Simulation) -> None:
         self.network = network
-        self.keys: dict[Any, SelectorKey] = {}
+        self.keys: dict[Any, Key] = {}
         self.ready: dict[Any, None] = {}
         self.wakes_at = 0.0
 
     def register(self, fileobj: Any, events: int, data: Any) -> None:
         assert events == selectors.EVENT_READ
-        self.keys[fileobj] = SelectorKey(fileobj, 0, events, data)
+        self.keys[fileobj] = Key(fileobj, data)
         fileobj.selector = self
         if getattr(fileobj, "arrived", None):
             self.ready[fileobj] = None
@@ -110,12 +131,12 @@ class Selector:
         self.ready.pop(fileobj, None)
         fileobj.selector = None
 
-    def select(self, seconds: float) -> list[tuple[SelectorKey, int]]:
+    def select(self, seconds: float) -> list[tuple[Key, int]]:
         self.wakes_at = self.network.time + seconds
         ready, self.ready = self.ready, {}
         return [(self.keys[each], selectors.EVENT_READ) for each in ready if each in self.keys]
 
-    def get_map(self) -> dict[Any, SelectorKey]:
+    def get_map(self) -> dict[Any, Key]:
         return self.keys
 
     def close(self) -> None:
@@ -152,8 +173,8 @@ class Simulation(Network):
         self.selectors.append(Selector(self))
         return self.selectors[-1]
 
-    def pair(self) -> tuple[Socket, Socket]:
-        reader, waker = Socket(self), Socket(self, at_once=True)
+    def pair(self) -> tuple[Socket, Waker]:
+        reader, waker = Socket(self), Waker(self)
         waker.other = reader
         return reader, waker
 
@@ -162,14 +183,17 @@ class Simulation(Network):
         return self.listeners[-1]
 
     def call(self, address: Address, process: int) -> Socket:
-        if self.listeners[address[1] - 1].closed:
-            raise ConnectionRefusedError(os.strerror(111))
+        self.probe(address)
         here, there = Socket(self), Socket(self)
         here.other, there.other = there, here
         self.flying.append(
             (self.listeners[address[1] - 1], Caller(CONTROL, process, cast("Any", there)))
         )
         return here
+
+    def probe(self, address: Address) -> None:
+        if self.listeners[address[1] - 1].closed:
+            raise ConnectionRefusedError(os.strerror(111))
 
     def round(self) -> None:
         """Let everything arrive that was sent before, or time pass until somebody wakes."""
@@ -199,6 +223,18 @@ class Simulation(Network):
         """Let all processes meet; how many rounds that took."""
         return self.run(lambda: not any(plane.missing for plane in self.planes))
 
+    def come(self) -> int:
+        """Let all processes come to their places; how many rounds pass until all know it."""
+        for plane, member in zip(self.planes, self.members, strict=True):
+            with suppress(PeerFailure):
+                plane.meet(member, 0.0)
+        return self.run(
+            lambda: all(
+                p._at(m.place).come.keys() == {*m.processes}
+                for p, m in zip(self.planes, self.members, strict=True)
+            )
+        )
+
     def settle(self) -> None:
         """Let everything arrive that is under way, but no beat."""
         while self.flying:
@@ -207,7 +243,7 @@ class Simulation(Network):
     def kill(self, process: int) -> None:
         """End a process without a goodbye."""
         self.alive.discard(process)
-        self.planes[process].close_sockets()
+        self.planes[process]._close_sockets()
 
     def hear_of(self, deaths: set[int]) -> tuple[int, float]:
         """The rounds and seconds until all others know that these processes are lost."""

@@ -34,6 +34,7 @@ def connect() -> Iterator[Callable[..., list[Any]]]:
 def make(plane: Plane, rank: int, size: int, seconds: float) -> AllGather:
     member = Member(list(range(size)), "here", lambda _: None)
     plane.join(member)
+    plane.meet(member, seconds)
     return AllGather(plane, member, rank, seconds)
 
 

@@ -14,19 +14,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from taktline.errors import SignatureError
-from taktline.meta import Signature
 from taktline.transport import codec
-from taktline.transport.codec import decode, encode, note_containers, register_container
-
-
-def encoded(spec: Any) -> bytes:
-    """A message with a tree whose leaves are all None."""
-    return encode(Signature((None,) * spec.num_leaves, spec))
-
-
-def decode_tree(described: Any, leaves: int = 0) -> Any:
-    """The tree in a message that describes it so."""
-    return decode(json.dumps([[None] * leaves, described]).encode()).spec
+from taktline.transport.codec import (
+    decode_tree,
+    encode_tree,
+    note_containers,
+    register_container,
+)
 
 
 class Pair(NamedTuple):
@@ -85,8 +79,7 @@ class Color(Enum):
 )
 def test_a_tree_survives(value: Any) -> None:
     leaves, spec = pytree.tree_flatten(value)
-    again = decode(encoded(spec)).spec
-    assert again is not None
+    again = decode_tree(json.loads(json.dumps(encode_tree(spec))))
     assert again == spec
     assert repr(again) == repr(spec)
     assert repr(pytree.tree_unflatten(leaves, again)) == repr(pytree.tree_unflatten(leaves, spec))
@@ -94,7 +87,7 @@ def test_a_tree_survives(value: Any) -> None:
 
 def test_a_key_that_is_no_plain_value() -> None:
     with pytest.raises(SignatureError) as caught:
-        encoded(pytree.tree_structure({Color.RED: 1}))
+        encode_tree(pytree.tree_structure({Color.RED: 1}))
     assert str(caught.value) == (
         "dict with <Color.RED: 1> cannot be sent to another rank; use keys and fields that are "
         "numbers and strings"
@@ -129,9 +122,9 @@ def test_how_a_named_tuple_becomes_known() -> None:
     with pytest.raises(SignatureError, match="does not know"):
         decode_tree(described)
     assert register_container(Mine) is Mine
-    assert decode_tree(described, 1).context is Mine
+    assert decode_tree(described).context is Mine
     note_containers(pytree.tree_structure([{"a": Pair(1, 2)}]))
-    assert decode_tree([f"{__name__}:Pair", None, [None, None]], 2).context is Pair
+    assert decode_tree([f"{__name__}:Pair", None, [None, None]]).context is Pair
 
 
 def test_a_named_tuple_with_other_fields() -> None:
@@ -149,9 +142,7 @@ def test_a_dataclass_is_registered_with_pytree_too() -> None:
     register_container(Mine)
     leaves, spec = pytree.tree_flatten(Mine(3))
     assert leaves == [3]
-    again = decode(encoded(spec)).spec
-    assert again is not None
-    assert pytree.tree_unflatten([4], again) == Mine(4)
+    assert pytree.tree_unflatten([4], decode_tree(encode_tree(spec))) == Mine(4)
     register_container(Mine)  # once more changes nothing
 
 
@@ -264,6 +255,6 @@ def test_containers_too_deep_in_each_other() -> None:
     for _ in range(25):
         deep, described = [deep], ["builtins:list", None, [described]]
     with pytest.raises(SignatureError, match="nested more than 24 deep"):
-        encoded(pytree.tree_structure(deep))
+        encode_tree(pytree.tree_structure(deep))
     with pytest.raises(SignatureError, match="wrong description"):
         decode_tree(described)

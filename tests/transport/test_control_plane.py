@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import time
@@ -20,8 +19,8 @@ from taktline.errors import JsonError, LostRankError, StageError, StallError
 from taktline.transport import exit_hooks
 from taktline.transport.control_plane import Member, PeerFailure, Plane
 from taktline.transport.exchange import written
-from taktline.transport.news import Cause, Does, News, State, Verdict, decode, encode
-from taktline.transport.sockets import NOWHERE
+from taktline.transport.links import Link
+from taktline.transport.news import Cause, Heard, News, State, Verdict, decode, encode
 
 SOON = 20.0
 
@@ -35,17 +34,17 @@ def meet(planes: list[Plane], group: list[int], place: str = "here") -> list[Mem
 
 
 def meet_again(planes: list[Plane], members: list[Member]) -> list[Member]:
-    """Let each two processes of a group connect at their place."""
+    """Let the processes of a group come to their place."""
     group = members[0].processes
-
-    def connect(process: int, member: Member) -> None:
-        for other in group:
-            if other != process:
-                planes[process].connect(member, other, "meeting", SOON).close()
-
     with ThreadPoolExecutor(len(group)) as threads:
-        list(threads.map(connect, group, members))
+        waits = [
+            threads.submit(planes[process].meet, member, SOON)
+            for process, member in zip(group, members, strict=True)
+        ]
+        for each in waits:
+            each.result()
     assert len({member.place for member in members}) == 1
+    assert all(member.addresses.keys() == {*group} for member in members)
     return members
 
 
@@ -59,7 +58,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def die(plane: Plane) -> None:
     """Let its sockets end without a goodbye, as if its process had ended."""
     plane._closing = True
-    plane._waker.send(b"\0")
+    plane._wake()
     plane._thread.join(SOON)
 
 
@@ -69,8 +68,8 @@ def verdicts(members: list[Member]) -> list[Verdict]:
     return [member.verdict for member in members if member.verdict is not None]
 
 
-def sockets_of(plane: Plane) -> list[socket.socket]:
-    return [near.socket for near in plane._near.values() if near.socket is not None]
+def links_of(plane: Plane) -> list[Link]:
+    return [near.link for near in plane._near.values() if near.link is not None]
 
 
 def test_a_verdict_reaches_every_member(planes: list[Plane]) -> None:
@@ -96,10 +95,10 @@ def test_a_process_that_is_gone_without_a_goodbye(planes: list[Plane]) -> None:
 
 def test_a_socket_that_ends_alone_is_replaced(planes: list[Plane]) -> None:
     meet(planes, [0, 1, 2])
-    before = sockets_of(planes[1])
-    for each in before:
-        each.shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: len(sockets_of(planes[1])) == 2 and not {*sockets_of(planes[1])} & {*before})
+    before = links_of(planes[1])
+    for link in before:
+        link.socket.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(links_of(planes[1])) == 2 and not {*links_of(planes[1])} & {*before})
     members = meet(planes, [0, 1, 2], "there")
     planes[2].announce(Verdict(Cause.RAISED, 2, "ValueError"))
     assert {verdict.cause for verdict in verdicts(members)} == {Cause.RAISED}
@@ -112,8 +111,8 @@ def test_what_is_said_while_a_socket_is_replaced(planes: list[Plane]) -> None:
     verdicts([*first, *second])
     for plane, member in zip(planes[:2], first, strict=True):
         plane.join(member)
-    for each in sockets_of(planes[1]):
-        each.shutdown(socket.SHUT_RDWR)
+    for link in links_of(planes[1]):
+        link.socket.shutdown(socket.SHUT_RDWR)
     meet_again(planes, first)
     assert not any(member.verdict for member in first)
 
@@ -137,7 +136,7 @@ def test_who_has_failed_to_meet_again_more_often_is_caught_up_with(planes: list[
     for _ in range(3):
         planes[0].announce(Verdict(Cause.STALLED, 1))
         planes[0].join(members[0])
-    wait_until(lambda: len(planes[1]._left) == 3)
+    wait_until(lambda: sum(at.verdict is not None for at in planes[1]._places.values()) == 3)
     planes[1].join(members[1])
     meet_again(planes, members)
 
@@ -146,12 +145,12 @@ def test_processes_meet_again_without_a_verdict(planes: list[Plane]) -> None:
     members = meet(planes, [0, 1])
     planes[0].join(members[0])
     with ThreadPoolExecutor(1) as thread:
-        waits = thread.submit(planes[0].connect, members[0], 1, "meeting", SOON)
-        with planes[1].connect(members[1], 0, "meeting", SOON), pytest.raises(TimeoutError):
-            waits.result(0.2)  # the other one is still at the first meeting
+        waits = thread.submit(planes[0].meet, members[0], SOON)
+        with pytest.raises(TimeoutError):  # the other one is still at the first meeting
+            waits.result(0.2)
         planes[1].join(members[1])
-        with planes[1].connect(members[1], 0, "meeting", SOON):
-            waits.result().close()
+        planes[1].meet(members[1], SOON)
+        waits.result()
 
 
 def test_sockets_between_members(planes: list[Plane]) -> None:
@@ -175,54 +174,59 @@ def test_a_process_that_says_goodbye_is_no_fault(planes: list[Plane]) -> None:
     assert members[0].verdict is None
 
 
-def news_of(**does: tuple[float, Does]) -> News:
-    """What process 0 has heard of others: how many seconds ago, and what they do."""
-    news, now = News(0, 4, time.monotonic), time.monotonic()
-    news.state = lambda: ("1F0: waits", Does.WAITS)
-    for name, (age, said) in does.items():
-        process = int(name[1:])
-        news.here[process] = NOWHERE
-        news.heard[process] = now - age, State(process, 1, f"1F0: {said.name.lower()}", said)
-    return news
+def heard(time: float, process: int, state: str) -> Heard:
+    return Heard(time, State(process, 1, 0.0, state, True))
+
+
+def test_who_holds_up_the_others(planes: list[Plane]) -> None:
+    meet(planes, [0, 1, 2])
+    now = time.monotonic()
+    planes[0].news.heard = {
+        1: heard(now, 1, "1F0 for 9 seconds: waits"),
+        2: heard(now, 2, "2F0: computes"),
+    }
+    assert planes[0].stalled([0, 1, 2], [1], "activations").process == 2
+    planes[0].news.heard[1] = heard(now - 60, 1, "1F0: waits")
+    verdict = planes[0].stalled([0, 1, 2], [2], "activations")
+    assert verdict.process == 1
+    assert verdict.where == "(rank 0 waits for activations)"
+    assert "rank 1: silent for 60 seconds (stopped, or cut off); then: 1F0" in verdict.text
 
 
 @pytest.mark.parametrize(
-    ("heard", "awaited", "suspect", "unknown"),
+    ("states", "suspect"),
     [
-        ({"p1": (0, Does.WAITS), "p2": (0, Does.COMPUTES)}, 1, 2, ""),
-        ({"p1": (60, Does.WAITS), "p2": (0, Does.COMPUTES)}, 2, 1, ""),
-        ({"p1": (0, Does.IDLE), "p2": (0, Does.WAITS)}, 2, 1, ""),
-        ({"p1": (0, Does.WAITS)}, 1, 2, ""),  # which has said nothing yet
+        (["save() for 9 seconds: computes, in a.py", "save() for 9 seconds: waits"], 1),
+        (["save() for 9 seconds: waits", "save() for 9 seconds: computes, in a.py"], 2),
+        (["load() for 9 seconds: waits", "save() for 1 second: waits"], 1),
+        (["save() for 9 seconds: waits", "load() for 1 second: waits"], 2),
+        (["save() for 9 seconds: waits", "save() for 1 second: waits"], None),
+        (["load() for 9 seconds: waits", "load() for 1 second: waits"], None),
+        (["load() for 9 seconds: waits", "step() for 1 second: waits"], None),
         # A wait of C++ for a rank of the same stage looks like computing, with no place in a file.
-        ({"p1": (0, Does.RUNS), "p2": (0, Does.COMPUTES)}, 1, 2, ""),
-        ({"p1": (0, Does.WAITS), "p2": (0, Does.WAITS)}, 2, 2, "; all wait for each other: "),
-        (
-            {"p1": (0, Does.RUNS), "p2": (0, Does.RUNS), "p3": (0, Does.RUNS)},
-            2,
-            2,
-            "; rank 1 and rank 3 compute, too: ",
-        ),
+        (["save() for 9 seconds: computes", "save() for 9 seconds: computes, in a.py"], 2),
     ],
 )
-def test_who_holds_up_the_others(heard: Any, awaited: int, suspect: int, unknown: str) -> None:
-    news = news_of(**heard)
-    verdict = news.stalled([0, 1, 2], [awaited], "activations")
-    assert verdict.process == suspect
-    assert re.sub(": which .* cannot be told", ": ", verdict.where) == (
-        f"(rank 0 waits for activations{unknown})"
-    )
+def test_who_is_not_where_the_others_are(states: list[str], suspect: int | None) -> None:
+    news = News(0, time.monotonic)
+    news.state = lambda: ("save() for 9 seconds: waits", True)
+    now = time.monotonic()
+    news.heard = {process: heard(now, process, state) for process, state in enumerate(states, 1)}
+    verdict = news.stalled([0, 1, 2], [1], "save()")
+    if suspect is None:
+        assert verdict.where.endswith("which rank holds them up cannot be told)")
+    else:
+        assert (verdict.process, verdict.where) == (suspect, "(rank 0 waits for save())")
 
 
-def test_a_report_has_what_each_does() -> None:
-    news = news_of(p1=(60, Does.WAITS), p2=(0, Does.COMPUTES), p3=(0, Does.IDLE))
-    news.gone[3] = "has ended"
-    assert news.stalled([0, 4], [], "").text.splitlines() == [
-        "  rank 0: 1F0: waits",
-        "  rank 1: silent for 60 seconds (stopped, or cut off); then: 1F0: waits",
-        "  rank 2: 1F0: computes",
-        "  rank 3: has ended (its process)",
-        "  rank 4: has sent nothing yet",
-    ]
+def test_several_that_compute() -> None:
+    news = News(0, time.monotonic)
+    now = time.monotonic()
+    news.heard = {process: heard(now, process, "0B1: computes") for process in (1, 2, 3)}
+    verdict = news.stalled([0, 1, 2, 3], [2], "gradients")
+    assert verdict.process == 2
+    text = "rank 0 waits for gradients; rank 1 and rank 3 compute, too: which of them"
+    assert verdict.where.startswith(f"({text} holds up the others cannot be told")
 
 
 @pytest.mark.parametrize(
@@ -275,10 +279,12 @@ PLAIN = list(astuple(VERDICT))
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        ("gone", [3, "is lost"]),
+        ("hello", ("::1", 1, "token", "")),
+        ("ask", (1, 7)),
+        ("gone", (3, "is lost")),
         ("left", (VERDICT, ["here", "there"])),
-        ("state", [1, 2, "größer", 3]),
-        ("here", [0, ["::1", 1, "token", ""]]),
+        ("state", State(1, 2, 0.5, "größer", True)),
+        ("came", (0, "here", ("::1", 1, "token", ""))),
     ],
 )
 def test_messages_survive(kind: str, body: Any) -> None:
@@ -291,13 +297,13 @@ def test_messages_survive(kind: str, body: Any) -> None:
         None,
         {},
         [],
-        ["state", [1, 2, "waits", True]],
+        ["state", [1, 2, 0.5, "waits", 1]],
         ["magic", None],
-        ["here", [1, ["::1", 1]]],
+        ["came", [1, "here", ["::1", 1]]],
         ["left", [["magic", *PLAIN[1:]], []]],
         ["left", [[*PLAIN[:-1], 1], []]],
         ["left", [PLAIN, "here"]],
-        ["gone", None],
+        ["ask", None],
     ],
 )
 def test_what_is_no_message(value: Any) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from io import BytesIO
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,7 +25,6 @@ from taktline.transport.base import Alone, Frame
 from taktline.transport.communicators import Communicator
 from taktline.transport.control_plane import PeerFailure
 from taktline.transport.distributed import Distributed
-from taktline.transport.lanes import Lane
 from taktline.transport.news import Cause, Verdict
 from tests.runtime.scenarios import (
     Case,
@@ -135,19 +132,20 @@ def end_after_an_exchange(rank: int, group: dist.ProcessGroup) -> list[Any]:
     transport = Distributed.of(group)
     transport.exchange([rank])
     assert transport._all_gather is not None
-    lanes = transport._all_gather._lanes
-    send = Lane.send
+    send = transport._all_gather._send
 
-    def send_late(buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
+    def send_late(messages: dict[int, bytes]) -> list[Handle]:
+        first = send({0: messages[0]})
         assert transport._member.heard.wait(SOON / 2)
-        return send(lanes[1], buffer, marks)
+        return first + send({1: messages[1]})
 
     if rank == 2:
-        lanes[1].send = send_late
+        transport._all_gather._send = send_late
     found: list[Any] = [transport.exchange([rank])]
     if rank == 0:
         transport.plane.raised(MismatchError("they do not fit"))
     else:
+        transport._all_gather._send = send
         with pytest.raises(LostRankError) as caught:
             transport.exchange([rank])
         found.append(str(caught.value))
@@ -202,7 +200,7 @@ def leave_after(rank: int, group: dist.ProcessGroup) -> str:
         return ""
     assert transport._all_gather is not None
     with pytest.raises(PeerFailure) as caught:
-        transport._all_gather.receive(1)
+        transport._all_gather._receive(1, 1)
     return str(caught.value)
 
 
@@ -297,31 +295,35 @@ MIXED = (
 )
 
 
-def mixed(rank: int, group: dist.ProcessGroup) -> list[Any]:
+def mixed(rank: int, group: dist.ProcessGroup, few: int) -> list[Any]:
     """Ranks that are in different exchanges, which have different lengths; then in the same one."""
-    transport = Distributed(group)
-    found: list[Any] = []
-    for length in (1, 20, 400):
-        with pytest.raises(MismatchError) as caught:
-            transport.exchange(
-                [rank] * (length if rank else 1), "step()" if rank else "grad_norm()"
-            )
-        found.append(str(caught.value))
-    with pytest.raises(TransportError) as unequal:
-        transport.exchange([rank] * (1 + rank), "step()")
-    found.append(str(unequal.value))
-    return [*found, transport.exchange([rank] * (200 * rank), "a trace", ragged=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "_FEW", few)
+        transport = Distributed(group)
+        found: list[Any] = []
+        for length in (1, 20, 400):
+            try:
+                transport.exchange(
+                    [rank] * (length if rank else 1), "step()" if rank else "grad_norm()"
+                )
+            except MismatchError as error:
+                found.append(str(error))
+        try:
+            transport.exchange([rank] * (1 + rank), "step()")
+        except TransportError as error:
+            found.append(str(error))
+        return [*found, transport.exchange([rank] * (200 * rank), "a trace", ragged=True)]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_in_different_exchanges(workers: Workers, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "few"), [(2, 8), (3, 1)], ids=["direct", "passed on"])
+def test_ranks_in_different_exchanges(workers: Workers, ranks: int, few: int) -> None:
     others = ", ".join(map(str, range(1, ranks)))
     counts = "; ".join(f"{1 + rank} on rank {rank}" for rank in range(ranks))
     unequal = f"step() takes equally many numbers of each rank, but got {counts}"
     ragged = [[rank] * (200 * rank) for rank in range(ranks)]
     expected = [*[MIXED.format(others)] * 3, unequal, ragged]
-    assert workers.run(mixed, ranks=ranks) == [expected] * ranks
+    assert workers.run(mixed, few, ranks=ranks) == [expected] * ranks
 
 
 def test_local_ranks_in_different_exchanges() -> None:
@@ -348,7 +350,7 @@ def test_local_ranks_in_different_exchanges() -> None:
 def test_an_invalid_frame(words: list[int], text: str) -> None:
     frame = struct.pack("<8q", *words, *[0] * 6)
     with pytest.raises(TransportError) as caught:
-        distributed.received(BytesIO(frame).readinto, rank=3)
+        distributed.size_of(frame, 0, rank=3)
     assert str(caught.value).startswith(text)
 
 
@@ -372,12 +374,6 @@ SAID = {
 }
 
 
-def link_over(communicator: Any, failed: Any) -> Communicator:
-    """A channel over something that stands in for a communicator of torch."""
-    with patch.object(dist, "ProcessGroupGloo", Mock(return_value=communicator)):
-        return Communicator("gloo", Mock(), 1, timedelta(0), failed)
-
-
 def became(rank: int, group: dist.ProcessGroup, said: str) -> str:
     """What is raised on rank 0 if gloo says something of a message to rank 1."""
     transport = Distributed(group)
@@ -386,11 +382,9 @@ def became(rank: int, group: dist.ProcessGroup, said: str) -> str:
         transport._member.heard.wait(20.0)  # stays until the other one is done with it
         return ""
 
+    communicator = Mock(send=Mock(side_effect=RuntimeError(said)))
     channel = Channel(0, 1, False)
-    link = link_over(
-        Mock(send=Mock(side_effect=RuntimeError(said))),
-        lambda error: transport._failed(error, 1, channel),
-    )
+    link = Communicator(communicator, 1, lambda error: transport._failed(error, 1, channel))
     with pytest.raises(TransportError) as caught:
         link.send(torch.zeros(1))
     if transport.verdict is None:
@@ -407,7 +401,7 @@ def test_what_became_of_a_message(workers: Workers) -> None:
 
 def test_a_device_is_asked_only_about_what_is_sent_eagerly() -> None:
     work = Mock(**{"is_completed.side_effect": [False, True]})
-    link = link_over(Mock(**{"send.return_value": work}), Mock())
+    link = Communicator(Mock(**{"send.return_value": work}), 1, Mock())
     message = link.send(torch.zeros(2))
     assert not message.done
     work.is_completed.assert_not_called()

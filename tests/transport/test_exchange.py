@@ -23,7 +23,7 @@ from taktline.errors import (
 )
 from taktline.plan import Plan, validate
 from taktline.transport import exchange, local, transport_of
-from taktline.transport.exchange import share_error, share_values
+from taktline.transport.exchange import share_error, share_texts
 
 SAMPLES: dict[str, TaktlineError] = {
     name: getattr(errors, name)("größer: “nein”\n  next line")
@@ -44,10 +44,7 @@ SAMPLES: dict[str, TaktlineError] = {
 
 
 def shared_texts(texts: Sequence[str]) -> list[list[str]]:
-    def share(rank: int) -> list[str]:
-        return share_values(transport_of(), texts[rank], str, "an example", what="the text")
-
-    return local.run(share, len(texts))
+    return local.run(lambda rank: share_texts(transport_of(), texts[rank]), len(texts))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
+from taktline.transport import sockets as module
 from taktline.transport.control_plane import Plane
 from taktline.transport.sockets import own_host
 from tests.transport.test_control_plane import meet
@@ -59,6 +60,8 @@ def test_a_store_without_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_host(HashStore()) == ("::1" if has_ipv6() else "127.0.0.1")
     monkeypatch.setenv("MASTER_ADDR", "." * 99)
     assert own_host(HashStore()) == "127.0.0.1"
+    monkeypatch.setattr(module, "_can_listen", lambda host: False)
+    assert own_host(HashStore()) == "::1"
 
 
 @pytest.mark.skipif(not Path("/sys/class/net/lo").exists(), reason="no interface lo")

@@ -59,9 +59,8 @@ def greeted(listener: Listener) -> int:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    made = Listener("127.0.0.1")
-    yield made
-    made.close()
+    with Listener("127.0.0.1") as made:
+        yield made
 
 
 @contextmanager
@@ -79,6 +78,17 @@ def test_silent_callers_keep_nobody_waiting(listener: Listener, name: str) -> No
     with crowd(listener.address, 3), call(address, CONTROL, 7, SOON) as caller:
         assert greeted(listener) == 7
         assert caller.family == family
+
+
+def test_who_does_not_greet_in_time_is_dropped(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listeners, "_GREETING_SECONDS", 0.05)
+    with crowd(listener.address, 2) as silent:
+        listener.accept(SOON)
+        wait_until(lambda: listener.accept() == [] and not listener._strangers)
+        for each in silent:
+            assert each.recv(1) == b""
 
 
 def test_callers_that_never_greet_are_bounded(listener: Listener) -> None:
@@ -221,10 +231,11 @@ def test_a_death_after_strangers_is_blamed_on_the_right_rank() -> None:
     )
 
 
-def test_a_greeting_in_pieces_is_refused(listener: Listener) -> None:
+def test_a_greeting_in_pieces(listener: Listener) -> None:
     words = bytes_of(listener.address[2], 9)
     with crowd(listener.address, 1) as (slow, *_):
-        slow.sendall(words[:20])
-        for _ in range(5):
-            assert listener.accept(0.05) == []
-        assert slow.recv(1) == b""
+        for word in words[:-1]:
+            slow.sendall(bytes([word]))
+            assert listener.accept(0.01) == []
+        slow.sendall(words[-1:])
+        assert greeted(listener) == 9

@@ -44,10 +44,12 @@ SAID: dict[str, Any] = {
 
 VERDICT = Verdict(Cause.RAISED, 3, "no", "in 1F0")
 CONTROL: list[tuple[str, Any]] = [
+    ("hello", ("::1", 1, "token", "")),
+    ("ask", (1, 7)),
     ("gone", (3, "is lost")),
     ("left", (VERDICT, ["here"])),
-    ("state", control.State(1, 2, "größer", 3)),
-    ("here", (0, ("::1", 1, "token", ""))),
+    ("state", control.State(1, 2, 0.5, "größer", True)),
+    ("came", (0, "here", ("::1", 1, "token", ""))),
 ]
 
 
