@@ -73,14 +73,17 @@ def choose(given: SimpleNamespace, ranks: Ranks) -> str:
     limits = together(ranks, lambda: _limits(given.memory, ranks.size), lambda _: {"": said})
     limits = limits or _of_gpu(ranks)
     whole = given.microbatches is None
-    fine = together(ranks, lambda: _finest(given, ranks.size))
     found: list[Candidate] = []
     batches: dict[int, Batches] = {}
+    starts: dict[int, list[str]] = {}
     units = None
     per_rank = (1, 2) if given.stages_per_rank is None else (given.stages_per_rank,)
     numbers = together(ranks, lambda: _numbers(given, ranks) if whole else [given.microbatches])
     for m in numbers:
         batches[m] = together(ranks, lambda m=m: Batches.of(given, m, ranks.device, cut=whole))
+        # Cut with a micro-batch, as what is counted without data must be recorded with it before.
+        fine = together(ranks, lambda m=m: _finest(given, ranks.size, batches[m]))
+        starts[m] = ["", *fine.starts]
         units = _units(given, fine, ranks, batches[m])
         search = lambda m=m, u=units: candidates(  # noqa: E731
             u, ranks.size, m, per_rank=per_rank, memory=limits, seconds=_SECONDS / len(numbers)
@@ -88,11 +91,10 @@ def choose(given: SimpleNamespace, ranks: Ranks) -> str:
         found += shared(search, ranks)
     assert units is not None
     found.sort(key=lambda each: each.time)
-    starts = ["", *fine.starts]
     if units.unit and not ranks.in_one_process:
 
         def time(each: Candidate) -> float:
-            names = [starts[at] for at in each.bounds[1:-1]]
+            names = [starts[each.plan.microbatches][at] for at in each.bounds[1:-1]]
             stages = together(ranks, lambda: _stages(given, names))
             made = copies(given, stages, each.plan.placement, ranks)
             return timed(made, each.plan, ranks, batches[each.plan.microbatches])
@@ -100,11 +102,11 @@ def choose(given: SimpleNamespace, ranks: Ranks) -> str:
         found = tried(found, time, ranks, "1f1b")
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
-    best = found[0]
+    best, m = found[0], found[0].plan.microbatches
     if whole:
-        first = batches[best.plan.microbatches]
+        first = batches[m]
         given.example, given.example_target = (first.args[0], first.kwargs[0]), first.targets[0]
-    given.schedule, given.cuts = best.plan, [starts[at] for at in best.bounds[1:-1]]
+    given.schedule, given.cuts = best.plan, [starts[m][at] for at in best.bounds[1:-1]]
     given.microbatches = given.stages_per_rank = None
     return described(found, units, limits)
 
@@ -228,11 +230,12 @@ def _has_rows(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
-def _finest(given: SimpleNamespace, ranks: int) -> Pieces:
+def _finest(given: SimpleNamespace, ranks: int, batches: Batches) -> Pieces:
     """The model in as many pieces as it can be cut into."""
-    found = divide(given.model, None, given.example, None)
+    example = batches.args[0], batches.kwargs[0]
+    found = divide(given.model, None, example, None)
     if len(found) < ranks:
-        divide(given.model, ranks, given.example, None)  # which says why it cannot be cut
+        divide(given.model, ranks, example, None)  # which says why it cannot be cut
     return found
 
 
