@@ -33,7 +33,7 @@ BUDGETS = {
     "stage": 1_779,
     "transport": 3_565,
     "runtime": 5_480,
-    "train": 3_498,
+    "train": 3_512,
     "checkpoint": 1_819,
     "render": 849,
     "cli": 1_597,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,9 @@ _FINALISTS = 3
 """So many plans of a kind are timed on the ranks."""
 _CLOSE, _ALIKE = 1.15, 1.03
 """By how much longer than the best a finalist may be predicted to take; less is no difference."""
+_NEAR, _TURNS, _ENOUGH = 1.08, 3, 20e3
+"""How near to the quickest a finalist must be to get another turn, the number of turns, and the
+milliseconds of steps after which none begins."""
 _MEASURED = 4
 """Micro-batches for each rank in a measured step, at most."""
 _SHARE = 0.9
@@ -93,7 +97,7 @@ def choose(given: SimpleNamespace, ranks: Ranks) -> str:
     found.sort(key=lambda each: each.time)
     if units.unit and not ranks.in_one_process:
 
-        def time(each: Candidate) -> float:
+        def time(each: Candidate) -> list[float]:
             names = [starts[each.plan.microbatches][at] for at in each.bounds[1:-1]]
             stages = together(ranks, lambda: _stages(given, names))
             made = copies(given, stages, each.plan.placement, ranks)
@@ -192,12 +196,13 @@ def shared(search: Callable[[], list[Candidate]], ranks: Ranks) -> list[Candidat
 
 
 def tried(
-    found: Sequence[Candidate], time: Callable[[Candidate], float], ranks: Ranks, also: str
+    found: Sequence[Candidate], time: Callable[[Candidate], list[float]], ranks: Ranks, also: str
 ) -> list[Candidate]:
     """The candidates in a new order: those first that were quick on these ranks.
 
     The best few are timed, the best of each placement, the simplest of those that are predicted to
-    be as good, and the plan of a name.
+    be as good, and the plan of a name. Those that are near the quickest take turns, so that a slow
+    while is no single one's.
     """
     firsts = {each.plan.placement: each for each in reversed(found)}.values()
     alike = [each for each in found if each.time <= _ALIKE * found[0].time]
@@ -205,10 +210,19 @@ def tried(
     best = [each for each in found if each in (*found[:_FINALISTS], *firsts, *simplest)]
     finalists = [each for each in best if each.time <= _CLOSE * found[0].time]
     finalists += [each for each in found if each.plan.name == also and each not in finalists][:1]
-    mine = [time(each) for each in finalists]
-    everyone = ranks.processes.everywhere(lambda: mine, "time a plan", BUILDING)
+    took: list[list[float]] = [[] for _ in finalists]
+    near = [*range(len(finalists))]
+    for _ in range(_TURNS):
+        mine = [time(finalists[at]) for at in near]
+        everyone = ranks.processes.everywhere(lambda m=mine: m, "time a plan", BUILDING)
+        for at, steps in zip(near, np.max(np.array(everyone), axis=0).tolist(), strict=True):
+            took[at] += steps
+        least = min(map(median, took))
+        near = [at for at in reversed(near) if median(took[at]) <= _NEAR * least]
+        if len(near) == 1 or sum(map(sum, took)) > _ENOUGH:
+            break
     rest = [each for each in found if each not in finalists]
-    return with_measured([*finalists, *rest], np.max(np.array(everyone), axis=0).tolist())
+    return with_measured([*finalists, *rest], [*map(median, took)])
 
 
 def _numbers(given: SimpleNamespace, ranks: Ranks) -> list[int]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from taktline.split import materialise
 from taktline.split.steps import all_tensors, arguments_of
 from taktline.stage import PipelineStage
 from taktline.train.batches import on_device
-from taktline.train.ranks import Ranks, numbers_of
+from taktline.train.ranks import Ranks
 
 _WARM, _TRACED, _TIMED = 2, 3, 5
 """How many steps find memory, are traced, and are timed."""
@@ -121,11 +120,12 @@ def traced(
         return trace.timelines
 
 
-def timed(modules: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, batches: Batches) -> float:
-    """The milliseconds of a step, on the slowest rank; all ranks take part."""
+def timed(
+    modules: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, batches: Batches
+) -> list[float]:
+    """The milliseconds of some steps on this rank; all ranks take part."""
     with scheduled(modules, plan, ranks, batches) as (_, step):
-        took = [waited(step, ranks) for _ in range(_TIMED)]
-    return max(numbers_of(ranks.transport, median(took), "the time of a step"))
+        return [waited(step, ranks) for _ in range(_TIMED)]
 
 
 def waited(step: Callable[[], object], ranks: Ranks) -> float:

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 import taktline as tl
 from taktline.errors import ScheduleError, UseError
 from taktline.plan import Kind, read
+from taktline.plan.candidates import Candidate, candidates
 from taktline.plan.io import read_cuts
+from taktline.plan.units import Units
 from taktline.train import auto
+from taktline.train.ranks import Ranks
 from tests.train.models import LM, PARTS, TARGET, TOKENS, loss_fn, plain, train
 from tests.workers import Workers
 
@@ -115,6 +119,24 @@ def test_a_model_with_its_own_loss() -> None:
     torch.testing.assert_close(
         pipe.step(TOKENS, labels=TARGET), loss_fn(LM()(TOKENS), TARGET).detach()
     )
+
+
+def test_those_near_the_quickest_take_turns() -> None:
+    """One that had a slow while is still found, and one far behind costs one turn only."""
+    units = Units(np.ones((4, 8)))
+    found = candidates(units, 2, 4, per_rank=[1], seconds=1)[:3]
+    slow, steady, far = (each.plan.name for each in found)
+    times = {slow: [105.0, 90.0, 90.0], steady: [100.0] * 3, far: [200.0] * 3}
+    turns: list[str] = []
+
+    def time(each: Candidate) -> list[float]:
+        turns.append(each.plan.name)
+        return [times[each.plan.name][turns.count(each.plan.name) - 1]] * 2
+
+    best = auto.tried(found, time, Ranks(2, device=torch.device("cpu")), "")
+    assert [each.plan.name for each in best] == [slow, steady, far]
+    assert [each.measured for each in best] == [90.0, 100.0, 200.0]
+    assert turns == [slow, steady, far, steady, slow, slow, steady]
 
 
 def test_replan_keeps_training() -> None:
