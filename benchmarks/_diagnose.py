@@ -480,8 +480,7 @@ def halves(
     orders = {
         "whole": "FB",
         "halves, W soon": "FIW",
-        "halves, W at the end": "FI W",
-        "forward and I": "FI",
+        "halves, W at the end": "FI",
     }
     for name, order in orders.items():
         with section(rank, f"{name}: F, B, I, W of one stage, no messages (ms)"):
@@ -512,25 +511,23 @@ def halves(
 
 
 def one_rank(order: str, microbatches: int) -> Plan:
-    """A plan of two stages on a rank; what stands behind a space comes after all others."""
-    soon, _, later = order.partition(" ")
+    """A plan of two stages on a rank; without a W in the order, all come last."""
     actions: list[Action] = []
     held: list[Action] = []
     for m in range(microbatches):
         actions += [Action(0, Kind.F, m), Action(1, Kind.F, m)]
-        if "B" in soon:
+        if "B" in order:
             actions += [Action(1, Kind.B, m)]
-        if "I" in soon:
+        if "I" in order:
             actions += [Action(1, Kind.I, m)]
             # One other action between them, or they are joined.
-            (actions if "W" in soon else held).extend(
+            (actions if "W" in order else held).extend(
                 [Action(0, Kind.B, m), Action(1, Kind.W, m)]
-                if "W" in soon
+                if "W" in order
                 else [Action(1, Kind.W, m)]
             )
-        if "W" not in soon:
+        if "W" not in order:
             actions += [Action(0, Kind.B, m)]
-    del later
     rows = [Rows.from_actions(actions + held)]
     return Plan(rows, Placement.custom([0, 0], 1), microbatches, name="alone")
 
@@ -587,11 +584,11 @@ def choices(rank: int, count: int, backend: str, seconds: float, output: str) ->
     say(rank, f"{pipes['auto']._built.choice}\nchosen in {built - begin:.1f} s")
     say(rank, "all candidates: name, placement, bounds, predicted, measured")
     for each in seen["result"]:
-        took = "" if each.measured is None else f"{each.measured:.1f}"
+        last = "" if each.measured is None else f"{each.measured:.1f}"
         say(
             rank,
             f"  {each.plan.name:24}{each.plan.placement.shape:22}{each.bounds} "
-            f"{each.time:.1f} {took}",
+            f"{each.time:.1f} {last}",
         )
     took: dict[str, list[float]] = {}
     begin = built  # the rest has its own limit

@@ -217,8 +217,8 @@ def tried(
         everyone = ranks.processes.everywhere(lambda m=mine: m, "time a plan", BUILDING)
         for at, steps in zip(near, np.max(np.array(everyone), axis=0).tolist(), strict=True):
             took[at] += steps
-        least = min(map(median, took))
-        near = [at for at in reversed(near) if median(took[at]) <= _NEAR * least]
+        least = _NEAR * min(map(min, took))
+        near = [at for at in reversed(near) if min(took[at]) <= least]
         if len(near) == 1 or sum(map(sum, took)) > _ENOUGH:
             break
     rest = [each for each in found if each not in finalists]
