@@ -35,7 +35,7 @@ _CLOSE, _ALIKE = 1.15, 1.03
 """By how much longer than the best a finalist may be predicted to take; less is no difference."""
 _NEAR, _TURNS, _ENOUGH = 1.08, 3, 20e3
 """How near to the quickest a finalist must be to get another turn, the number of turns, and the
-milliseconds of steps after which none begins."""
+milliseconds of steps after which no turn begins."""
 _MEASURED = 4
 """Micro-batches for each rank in a measured step, at most."""
 _SHARE = 0.9
