@@ -101,7 +101,7 @@ versions: $(VERSIONS:%=.versions/%/.stamp) ## Run the tests of the drop-in under
 newest: $(NEWEST)/.stamp ## Run the quick tests, the drop-in, timm and torchrun with the newest torch
 	@$(NEWEST)/bin/python -c 'import torch; print("== torch", torch.__version__)'
 	$(ON_NEWEST) $(SIDE_BY_SIDE) $(addprefix --ignore=,tests/compat taktline/compat $(WITHOUT_TORCH)) -m "$(QUICK)"
-	$(ON_NEWEST) $(SIDE_BY_SIDE) -m "zoo or not matrix" -k "compat or timm or custom_schedule or accelerate" \
+	$(ON_NEWEST) $(SIDE_BY_SIDE) -m "zoo or not matrix" -k "compat or timm or accelerate" \
 		tests/compat taktline/compat tests/zoo tests/test_examples.py
 
 .versions/%/.stamp:
