@@ -44,7 +44,7 @@ help: ## List the targets
 demo: $(VENV)/.stamp-cli ## Install the package with its commands and train a small GPT
 	@$(BIN)/taktline demo
 
-# Types and documentation keep one core for a minute and a half; the tests leave as much idle.
+# Types and documentation beside the tests, which wait now and then and leave a core idle.
 test: style ## Everything that must pass: lint, types, imports, tests, docs
 	@$(MAKE) --no-print-directory --jobs=2 TOGETHER=1 tests types docs
 
