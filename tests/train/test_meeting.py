@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,12 +38,14 @@ def test_a_process_without_a_pipeline_is_named(
     places |= {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     places["PYTHONPATH"] = str(ROOT)
     code = PIPELINE if "LostRank" in told else PIPELINE.replace("=200", "=2")
+    # One that imports Taktline by itself is also to say by itself that it ends.
+    python = sys.executable if "LostRank" in told else commands / "python"
     scripts = [tmp_path / "one.py", tmp_path / "two.py"]
     for script, text in zip(scripts, (code, other), strict=True):
         script.write_text(text)
     one, two = (
         subprocess.Popen(
-            [commands / "python", script],
+            [python if rank else commands / "python", script],
             env=os.environ | places | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
