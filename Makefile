@@ -19,6 +19,8 @@ SIDE_BY_SIDE = -m pytest --numprocesses $(JOBS) --dist worksteal
 PYTEST = $(ALONE) $(BIN)/python $(SIDE_BY_SIDE)
 ON_NEWEST = PYTHONPATH="$(CURDIR)" $(ALONE) $(NEWEST)/bin/python
 QUICK := not (processes or slow or zoo or matrix)
+# Planning and drawing, and their tests where they do not look at torch: no torch changes them.
+WITHOUT_TORCH = taktline/plan taktline/render $(shell grep -L torch tests/plan/test_*.py tests/render/test_*.py)
 # Not those of CUDA graphs, which need a GPU, nor files that begin with _, which are helpers.
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/cuda_graphs.py,$(sort $(wildcard benchmarks/*.py)))
 
@@ -27,8 +29,11 @@ export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# One after the other, whatever make is told; TOGETHER is for those that are quicker side by side.
+ifndef TOGETHER
 .NOTPARALLEL:
-.PHONY: help demo test unit tests matrix lint format docs bench torture faults zoo cpus versions newest clean
+endif
+.PHONY: help demo test unit tests matrix lint style types format docs bench torture faults zoo cpus versions newest clean
 
 help: ## List the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x]"
@@ -39,7 +44,9 @@ help: ## List the targets
 demo: $(VENV)/.stamp-cli ## Install the package with its commands and train a small GPT
 	@$(BIN)/taktline demo
 
-test: lint tests docs ## Everything that must pass: lint, types, imports, tests, docs
+# Types and documentation beside the tests, which wait now and then and leave a core idle.
+test: style ## Everything that must pass: lint, types, imports, tests, docs
+	@$(MAKE) --no-print-directory --jobs=2 TOGETHER=1 tests types docs
 
 unit: $(VENV)/.stamp-dev ## Run the quick tests, in one process each, and the doctests
 	$(PYTEST) -m "$(QUICK)"
@@ -50,11 +57,16 @@ tests: $(VENV)/.stamp-dev ## Run the tests and the doctests
 matrix: $(VENV)/.stamp-dev ## Run all combinations of which the tests run some
 	$(PYTEST) -m matrix
 
-lint: $(VENV)/.stamp-dev ## Check style, format, types and imports
+lint: style types ## Check style, format, types and imports
+
+style: $(VENV)/.stamp-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright --threads $(JOBS)
 	$(BIN)/lint-imports
+
+# In one thread: a second one reads torch again, and two take as long as one.
+types: $(VENV)/.stamp-dev
+	$(BIN)/pyright
 
 format: $(VENV)/.stamp-dev ## Format the code and sort its imports
 	$(BIN)/ruff check --fix-only
@@ -88,10 +100,9 @@ versions: $(VERSIONS:%=.versions/%/.stamp) ## Run the tests of the drop-in under
 
 newest: $(NEWEST)/.stamp ## Run the quick tests, the drop-in, timm and torchrun with the newest torch
 	@$(NEWEST)/bin/python -c 'import torch; print("== torch", torch.__version__)'
-	$(ON_NEWEST) $(SIDE_BY_SIDE) --ignore=tests/compat --ignore=taktline/compat -m "$(QUICK)"
-	$(ON_NEWEST) $(SIDE_BY_SIDE) -m "not matrix" tests/compat taktline/compat
-	$(ON_NEWEST) $(SIDE_BY_SIDE) -m zoo tests/zoo -k timm
-	$(ON_NEWEST) -m pytest tests/test_examples.py -k "custom_schedule or accelerate"
+	$(ON_NEWEST) $(SIDE_BY_SIDE) $(addprefix --ignore=,tests/compat taktline/compat $(WITHOUT_TORCH)) -m "$(QUICK)"
+	$(ON_NEWEST) $(SIDE_BY_SIDE) -m "zoo or not matrix" -k "compat or timm or accelerate" \
+		tests/compat taktline/compat tests/zoo tests/test_examples.py
 
 .versions/%/.stamp:
 	@echo "Installing torch $* into .versions/$* ..."

@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -101,3 +102,12 @@ def workers() -> Iterator[Workers]:
         yield pool
     finally:
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Path]:
+    """A folder with a ``python`` and a ``taktline`` that start quickly, see tests/warm.py."""
+    from tests import warm
+
+    with warm.commands() as folder:
+        yield folder

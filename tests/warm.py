@@ -126,11 +126,14 @@ def _run(request: Any, streams: list[int]) -> None:
     command, words, folder, environment = request
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
+    sys.stdin = open(0)  # noqa: SIM115
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1) for fd in (1, 2))  # noqa: SIM115
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     sys.executable = str(Path(command).with_name("python"))
+    if "taktline" in sys.modules:  # which has been imported in another process
+        atexit.register(sys.modules["taktline"]._end, os.getpid())
     code: Any = 0
     try:
         words = [word for word in words if word != "-u"]

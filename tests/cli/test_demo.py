@@ -17,7 +17,6 @@ import pytest
 from taktline.cli.demo import MeasuredSchedule, conclusion, durations
 from taktline.cli.ranks import called
 from taktline.plan import Costs, Link, Rows, build, lower, names, simulate
-from tests import warm
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -25,13 +24,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 SMALL = ("--ranks", "2", "--microbatches", "2")
 
 
-def shown(*words: str) -> str:
+def shown(commands: Path, *words: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with warm.commands() as folder:
-        command = [str(folder / "taktline"), "demo", *SMALL, "--steps", "3", *words]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=240, check=False
-        )
+    command = [commands / "taktline", "demo", *SMALL, "--steps", "3", *words]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -43,9 +41,11 @@ def shown(*words: str) -> str:
         (("--local", "--schedule", "zb_h1"), ["zb_h1", "gpipe", "1f1b"]),
     ],
 )
-def test_what_it_shows(tmp_path: Path, words: tuple[str, ...], schedules: list[str]) -> None:
+def test_what_it_shows(
+    commands: Path, tmp_path: Path, words: tuple[str, ...], schedules: list[str]
+) -> None:
     page = tmp_path / "page.html"
-    text = shown(*words, "--output", str(page))
+    text = shown(commands, *words, "--output", str(page))
     assert "The losses are equal, but for rounding." in text
     bubble = "" if "--local" in words else r" +bubble +\d+%"
     assert re.search(rf"step +3 +loss \d\.\d+ +[\d,]+ tokens/s{bubble} +peak \S+ MiB$", text, re.M)

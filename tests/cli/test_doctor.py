@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +21,6 @@ from taktline.cli.ranks import launch
 from taktline.errors import TransportError
 from taktline.train import Pipeline
 from taktline.train.verify import Verification
-from tests import warm
 
 COMMAND = ("-m", "taktline", "doctor")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
@@ -40,17 +39,11 @@ def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.fixture(scope="module")
-def python() -> Iterator[str]:
-    with warm.commands() as folder:
-        yield str(folder / "python")
-
-
 @pytest.mark.processes
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["on its own", "torchrun"])
-def test_a_healthy_machine(python: str, launcher: tuple[str, ...]) -> None:
-    result = run([python, *launcher, *COMMAND, "--json"])
+def test_a_healthy_machine(commands: Path, launcher: tuple[str, ...]) -> None:
+    result = run([str(commands / "python"), *launcher, *COMMAND, "--json"])
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout)  # only one rank prints
     assert found["well"], found["findings"]
@@ -85,13 +78,13 @@ main()
 @pytest.mark.processes
 def test_a_rank_that_dies(
     tmp_path: Path,
-    python: str,
+    commands: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     script = tmp_path / "dying.py"
     script.write_text(DYING)
-    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setattr(sys, "executable", str(commands / "python"))
     monkeypatch.setattr("taktline.cli.ranks.COMMAND", (str(script),))
     assert launch(2, ["doctor", "--timeout", "20", "--json"], patience=60.0) == 1
     *_, finding = json.loads(capfd.readouterr().out)["findings"]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import taktline
-from tests import warm
 
 _ROOT = str(Path(taktline.__file__).parents[1])
 
@@ -47,7 +45,7 @@ def _run(
     cwd: Path,
     path: tuple[str, ...] = (),
     code: int = 0,
-    python: str = sys.executable,
+    python: str | Path = sys.executable,
 ) -> list[str]:
     environment = {
         **{name: value for name, value in os.environ.items() if name != "TAKTLINE_COMPAT"},
@@ -107,15 +105,8 @@ def test_another_sitecustomize_has_its_turn(tmp_path: Path) -> None:
     assert lines == ["from sitecustomize", "from sitecustomize", "1 False"]
 
 
-@pytest.fixture(scope="module")
-def with_torch() -> Iterator[str]:
-    """A Python that has torch, and nothing of torch.distributed.pipelining, already."""
-    with warm.commands() as folder:
-        yield str(folder / "python")
-
-
 @pytest.mark.processes
-def test_uninstalling_brings_torchs_own_back(tmp_path: Path, with_torch: str) -> None:
+def test_uninstalling_brings_torchs_own_back(tmp_path: Path, commands: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import os, sys, taktline.compat as compat\n"
         "before = dict(os.environ), list(sys.meta_path)\n"
@@ -132,7 +123,7 @@ def test_uninstalling_brings_torchs_own_back(tmp_path: Path, with_torch: str) ->
         "except compat.InstallError as error:\n"
         "    print(error)\n"
     )
-    names, error = _run("program.py", cwd=tmp_path, python=with_torch)
+    names, error = _run("program.py", cwd=tmp_path, python=commands / "python")
     assert names == (
         "taktline.compat.torch_pipelining.schedules torch.distributed.pipelining.schedules"
     )
@@ -149,14 +140,14 @@ def test_what_cannot_be_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_names_that_there_are_not(tmp_path: Path, with_torch: str) -> None:
+def test_names_that_there_are_not(tmp_path: Path, commands: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import importlib.util as util, taktline.compat; taktline.compat.install()\n"
         "names = ['.schedules', '', '.nonsense']\n"
         "print([util.find_spec(f'torch.distributed.pipelining{n}') is None for n in names])\n"
         "import torch.distributed.pipelining.nonsense"
     )
-    lines = _run("program.py", cwd=tmp_path, code=1, python=with_torch)
+    lines = _run("program.py", cwd=tmp_path, code=1, python=commands / "python")
     assert lines[0] == "[False, False, True]"
     assert lines[-1] == (
         "ModuleNotFoundError: No module named 'torch.distributed.pipelining.nonsense'"

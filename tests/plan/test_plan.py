@@ -116,6 +116,7 @@ def test_placements_equal_torchs(style: str) -> None:
     ("rank_of", "ranks", "message"),
     [
         ([], None, "the number of stages must be a whole number from 1 "),
+        ([0] * (2**20 + 1), 1, "the number of stages must be a whole .* to 1,048,576, not 1048577"),
         ([0, 2], 2, "stage 1 is placed on rank 2 of 2"),
         ([0, -1], 2, "stage 1 is placed on rank -1"),
         ([0], 0, "ranks must be a whole number from 1 "),

@@ -238,7 +238,7 @@ def test_every_generated_plan_is_sound_at_every_level(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(st.data(), shapes(4, 4), st.sampled_from(LEVELS), st.sampled_from(MODES))
 def test_a_changed_plan_is_valid_or_reported(
     data: st.DataObject, plan: Plan, level: str, sends: Sends

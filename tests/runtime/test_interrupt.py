@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,20 +54,20 @@ else:
 
 
 @pytest.mark.parametrize("ranks", ["local", "gloo"])
-def test_ctrl_c_ends_all_ranks(ranks: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_ranks(ranks: str, commands: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     store = str(tmp_path / "store")
-    commands = [[store]] if ranks == "local" else [[store, str(rank)] for rank in range(2)]
+    told = [[store]] if ranks == "local" else [[store, str(rank)] for rank in range(2)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), *arguments],
+            [commands / "python", script, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": os.getcwd()},
         )
-        for arguments in commands
+        for arguments in told
     ]
     try:
         for process in processes:
@@ -76,15 +75,15 @@ def test_ctrl_c_ends_all_ranks(ranks: str, tmp_path: Path) -> None:
             assert process.stdout.readline() == "runs\n"
         for process in processes:  # as a terminal does
             process.send_signal(signal.SIGINT)
-        told = [process.communicate(timeout=60)[1] for process in processes]
+        said = [process.communicate(timeout=60)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
     assert all(process.returncode != 0 for process in processes)
     # A rank that waits for another may hear of its end first.
-    assert any("KeyboardInterrupt" in text for text in told)
-    assert all("KeyboardInterrupt" in text or "LostRankError" in text for text in told)
+    assert any("KeyboardInterrupt" in text for text in said)
+    assert all("KeyboardInterrupt" in text or "LostRankError" in text for text in said)
 
 
 class Interrupted(nn.Linear):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from subprocess import PIPE
 
@@ -43,7 +42,7 @@ except tl.TaktlineError as error:
     [(2, False, "ends"), (2, False, "late"), (1, True, "fails"), (0, True, "ends")],
 )
 def test_a_rank_that_ends_before_its_pipeline(
-    tmp_path: Path, victim: int, hosts: bool, how: str
+    commands: Path, tmp_path: Path, victim: int, hosts: bool, how: str
 ) -> None:
     """``hosts``: whether rank 0 keeps the store, which ends with it.
 
@@ -54,10 +53,12 @@ def test_a_rank_that_ends_before_its_pipeline(
     if hosts:
         with socket.create_server(("localhost", 0)) as free:
             where = f"tcp://localhost:{free.getsockname()[1]}"
-    words = [sys.executable, "-c", ENDS_EARLY]
+    (script := tmp_path / "ends_early.py").write_text(ENDS_EARLY)
     told = [str(victim), where, how]
     ranks = [
-        subprocess.Popen([*words, str(r), *told], stdin=PIPE, stdout=PIPE, text=True)
+        subprocess.Popen(
+            [commands / "python", script, str(r), *told], stdin=PIPE, stdout=PIPE, text=True
+        )
         for r in range(3)
     ]
     try:

@@ -28,7 +28,7 @@ PART: dict[str, Any] = {"example": (TOKENS[:2],), "example_target": TARGET[:2]}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short search."""
-    monkeypatch.setattr(auto, "_SECONDS", 1.0)
+    monkeypatch.setattr(auto, "_SECONDS", 0.3)
 
 
 def pipeline(model: Any = None, **options: Any) -> tl.Pipeline:
@@ -200,18 +200,19 @@ def test_replan_needs_an_example() -> None:
         pipe.replan()
 
 
-def chosen(rank: int, group: Any, microbatches: int | None) -> dict[str, Any]:
+def chosen(rank: int, group: Any, microbatches: int | None, tied: bool) -> dict[str, Any]:
     """A plan over processes, what it trains, and another plan later."""
-    auto._SECONDS = 1.0
+    auto._SECONDS = 0.3
     whole = {"example": (TOKENS,), "example_target": TARGET}
     given = PART if microbatches else whole
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
-    exact = pipeline(LM(tied=False), mesh=mesh, ranks=None, microbatches=microbatches, **given)
-    exact.step(TOKENS, target=TARGET)
-    if microbatches:
-        require_exact(exact)
-    pipe = pipeline(mesh=mesh, ranks=None, microbatches=microbatches, **given)
+    options = {"mesh": mesh, "ranks": None, "microbatches": microbatches, **given}
+    pipe = pipeline(LM(tied=tied), **options)
     first = train(pipe)
+    if not tied:
+        fresh = pipeline(LM(tied=False), **options | {"schedule": pipe.plan, "microbatches": None})
+        fresh.step(TOKENS, target=TARGET)
+        require_exact(fresh)
     text = pipe.replan()
     return {
         "plan": str(pipe.plan.digest()),
@@ -224,19 +225,23 @@ def chosen(rank: int, group: Any, microbatches: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, PARTS), (4, PARTS), (2, None)])
-def test_all_ranks_choose_the_same(workers: Workers, ranks: int, microbatches: int | None) -> None:
-    found = workers.run(chosen, microbatches, ranks=ranks)
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "tied"), [(2, PARTS, False), (4, PARTS, True), (2, None, True)]
+)
+def test_all_ranks_choose_the_same(
+    workers: Workers, ranks: int, microbatches: int | None, tied: bool
+) -> None:
+    found = workers.run(chosen, microbatches, tied, ranks=ranks)
     assert all(each == found[0] for each in found)
     assert "measured to be among the quickest" in found[0]["text"]
-    expected = plain(LM())
+    expected = plain(LM(tied=tied))
     assert found[0]["losses"] == pytest.approx(expected.losses, rel=1e-5)
     assert found[0]["norms"] == pytest.approx(expected.norms, rel=1e-4)
 
 
 def refused(rank: int, group: Any, what: str) -> str:
     """The error of a choice that fails."""
-    auto._SECONDS = 1.0
+    auto._SECONDS = 0.3
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
     options: dict[str, Any] = {"memory": 1000} if what == "memory" else {}
     if what == "schedule" and rank == 1:
