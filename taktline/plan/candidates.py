@@ -136,12 +136,17 @@ def _planned(
     n = placement.stages
     halves = costs.of("backward_input", n) + costs.of("backward_weight", n)
     busy = costs.of("forward", n) + np.minimum(costs.of("backward", n), halves)
-    least = max(least, microbatches * float(busy.sum()) / min(units.cores, placement.ranks))
+    busy *= microbatches
+    if units.spinning:  # the time of a step is the mean of when its ranks would end
+        others = busy.sum() - _by_rank(placement, busy).max()
+        least = (least + float(others)) / placement.ranks
+    else:
+        least = max(least, float(busy.sum()) / min(units.cores, placement.ranks))
     plans = [*fitting(shared, costs), found, *([] if also is None else [also])]
     for place, plan in enumerate(plans):
         if plan in plans[:place]:
             continue
-        timeline = predict(plan, costs, units.cores)
+        timeline = predict(plan, costs, units.cores, spinning=units.spinning)
         used = float((held + peak_memory(plan, costs)).max())
         yield Candidate(plan, bounds, timeline.makespan, timeline.bubble(), used, least)
 
@@ -208,6 +213,7 @@ def described(found: Sequence[Candidate], units: Units, limits: Sequence[float] 
     how = "measured to be among" if best.measured is not None else "predicted to be"
     room = "" if limits is None else f" within {size_text(min(limits))} a rank"
     cores = "" if units.cores == math.inf else f", {units.cores:.2g} of which compute at a time"
+    cores = ", which take turns on a GPU" if units.spinning else cores
     least = min(each.least for each in found)
     return (
         f"chosen: {best.plan.name}, {how} the quickest of {counted(len(found), 'plan')}{room} "

@@ -2,6 +2,10 @@
 
 While more ranks compute than there are cores, each of them is slower. So a plan is simulated from
 event to event; and in a measured timeline, an action counts for as long as it had a core.
+
+A rank that waits in a receive of nccl does not sleep: it spins, and takes its turns on the GPU like
+one that computes, until its step ends. So all have the same pace at any time. Costs are then those
+beside all ranks, and a step is simulated with these; only its end is quicker.
 """
 
 from __future__ import annotations
@@ -18,15 +22,20 @@ from taktline.plan.rows import FloatArray, Rows
 from taktline.plan.timeline import Timeline, simulate
 
 
-def predict(plan: Plan, costs: Costs, cores: float = math.inf) -> Timeline:
+def predict(
+    plan: Plan, costs: Costs, cores: float = math.inf, *, spinning: bool = False
+) -> Timeline:
     """The step as it runs: no two actions overlap, and an I with its W is one backward.
 
     That is so where nothing lies between them, not even the message with the result of I.
+    With ``spinning``, a rank slows the others until its step ends, and costs are beside all ranks.
 
     >>> from taktline.plan import build
     >>> plan = build("1f1b", ranks=2, microbatches=4)
     >>> predict(plan, Costs()).makespan, predict(plan, Costs(), cores=1).makespan
     (15.0, 24.0)
+    >>> predict(plan, Costs(), spinning=True).makespan  # rank 1 ends at 13
+    14.0
     """
     by_rank = [plan.rows_of(rank) for rank in range(plan.ranks)]
     plain = [rows[rows.kind <= Kind.W] for rows in by_rank]
@@ -34,7 +43,27 @@ def predict(plan: Plan, costs: Costs, cores: float = math.inf) -> Timeline:
     plan = Plan(plain, plan.placement, plan.microbatches, name=plan.name)
     if costs.backward is not None:
         plan = _with_whole_backwards(plan)
+    if spinning:
+        return _quicker_at_the_end(simulate(plan, costs))
     return simulate(plan, costs) if cores >= plan.ranks else _shared(plan, costs, cores)
+
+
+def _quicker_at_the_end(timeline: Timeline) -> Timeline:
+    """The same, but each rank that has ended makes the others quicker."""
+    start, end, arrival = _paced(timeline, timeline.start, timeline.end, timeline.arrivals, by=1)
+    return Timeline(timeline.plan, start, end, timeline.costs, arrival)
+
+
+def _paced(timeline: Timeline, *times: FloatArray, by: int) -> list[FloatArray]:
+    """Times at the pace of ranks that share a GPU until they end: 1 of it is there for all.
+
+    From what costs beside all ranks say to how it runs (``by=1``), and back (``by=-1``).
+    """
+    by_rank = np.split(timeline.end, timeline.plan.offsets[1:-1])
+    ends = np.sort([0.0, *(each.max(initial=0.0) for each in by_rank)])
+    shares = np.arange(len(by_rank), 0, -1) / len(by_rank)
+    passed = np.append(0.0, np.cumsum(np.diff(ends) * shares**by))
+    return [np.interp(each, ends, passed) for each in times]
 
 
 def _with_whole_backwards(plan: Plan) -> Plan:
@@ -95,8 +124,10 @@ _NOTHING = 1e-12
 """The part of the time by which sums of it are rounded."""
 
 
-def work(timeline: Timeline, cores: float = math.inf) -> FloatArray:
+def work(timeline: Timeline, cores: float = math.inf, *, spinning: bool = False) -> FloatArray:
     """How long each row had a core: from when its rank was free, and its input there, to its end.
+
+    With ``spinning``, how long it would have taken beside all ranks.
 
     >>> from taktline.plan import build
     >>> slow = predict(build("1f1b", ranks=2, microbatches=4), Costs(), cores=1)
@@ -104,6 +135,9 @@ def work(timeline: Timeline, cores: float = math.inf) -> FloatArray:
     4.0 2.0
     """
     begin, end = occupied(timeline)
+    if spinning:
+        begin, end = _paced(timeline, begin, end, by=-1)
+        return end - begin
     times = np.concatenate([begin, end])
     order = np.argsort(times, kind="stable")
     times = times[order]

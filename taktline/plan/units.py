@@ -12,7 +12,7 @@ from taktline.plan.action import Action, Kind
 from taktline.plan.costs import Costs, Link
 from taktline.plan.plan import Placement, Plan
 from taktline.plan.registry import find
-from taktline.plan.rows import FloatArray, Rows, known_medians
+from taktline.plan.rows import BoolArray, FloatArray, IntArray, Rows, known_medians
 from taktline.plan.sharing import work
 from taktline.plan.timeline import Timeline
 
@@ -42,6 +42,8 @@ class Units:
     """From when a message could leave until it has arrived."""
     cores: float = math.inf
     """How many ranks can compute at a time without slowing each other."""
+    spinning: bool = False
+    """Whether a rank that waits slows the others like one that computes, until its step ends."""
     unit: str = ""
 
     def __len__(self) -> int:
@@ -123,30 +125,133 @@ def measured(
     """The costs of the stages in timelines of some steps.
 
     ``alone`` has steps of :func:`one_by_one`, and ``together`` steps in which the ranks compute at
-    the same time. If actions take longer there, the ranks share cores. ``local`` ranks run in one
-    thread, so only their actions count.
+    the same time. If actions take longer there, the ranks share cores; if a rank alone is quicker
+    once the others have ended, these spin while they wait. ``local`` ranks run in one thread, so
+    only their actions count.
     """
+    spinning = not local and _spins(alone)
     single = _of_steps(alone, math.inf, local)
-    cores = math.inf if local else _cores(single, together)
+    cores = math.inf if local or spinning else _cores(single, together)
     times = _of_steps(together, cores, local)
+    if spinning:
+        single, times = _in_turns(_beside_all(alone), _beside_all(together), together[0].plan.ranks)
     # What was measured alone only is as much slower as the other backwards of its stage.
     pace = np.nanmean((times / np.maximum(single, 1e-9))[[_B, _I, _W]], axis=0)
     times = np.where(np.isnan(times), single * pace, times)
-    units = Units(times, cores=cores, unit=together[0].costs.unit)
+    units = Units(times, cores=cores, spinning=spinning, unit=together[0].costs.unit)
     if local:
         return units
-    sends, flights = zip(*(_messages(each, cores) for each in together), strict=True)
+    sends, flights = zip(*(_messages(each, cores, spinning) for each in together), strict=True)
     return replace(units, send=float(np.median(sends)), flight=float(np.median(flights)))
 
 
-def _of_steps(timelines: Sequence[Timeline], cores: float, local: bool) -> FloatArray:
+def _spins(alone: Sequence[Timeline]) -> bool:
+    """Whether the rank that ends last is much quicker once the others have ended.
+
+    Its last backward is compared with that of the micro-batch two before, which is split, too.
+    """
+    plan, last = alone[0].plan, alone[0].plan.microbatches - 1
+    rows, first = plan.rows, plan.rank_of_rows() == plan.placement.rank_of[0]
+    halves = first & np.isin(rows.kind, (_I, _W))
+    late, early = (halves & (rows.microbatch == m) for m in (last, last - 2))
+    ratios = [spent[late].sum() / max(spent[early].sum(), 1e-9) for spent in map(work, alone)]
+    return plan.ranks > 1 and float(np.median(ratios)) < _QUICKER
+
+
+_QUICKER = 0.8
+"""How much of its time an action takes, at most, on a GPU that others have left."""
+
+
+def _in_turns(
+    alone: Sequence[FloatArray], together: Sequence[FloatArray], ranks: float
+) -> tuple[FloatArray, FloatArray]:
+    """The costs alone and together, where ranks take turns on a GPU.
+
+    An action with 1.6 ms of work takes 1.6 ms, or 8.6 where the turn of its rank ends on the way
+    and the others have theirs. Which of both it is may be the same in all micro-batches of a plan,
+    and different in another plan. So whole gaps are taken away, and all work is as much slower as
+    it is in the mean of the steps in which the ranks run together.
+    """
+    gap, means = _gap(together), _means(together)
+    if not gap:
+        return _means(alone).reshape(4, -1), means.reshape(4, -1)
+    slower, own = ranks, means
+    for _ in range(5):
+        own = _without_gaps(together, gap, slower)
+        slower = float(np.nansum(means) / np.nansum(own))
+    single = _without_gaps(alone, gap, slower)
+    return slower * single.reshape(4, -1), slower * own.reshape(4, -1)
+
+
+def _beside_all(timelines: Sequence[Timeline]) -> list[FloatArray]:
+    """What each row of a kind and stage took beside all ranks, in the order of tables.
+
+    Rows that ran when a rank had ended count where there are no others.
+    """
+    spent, place, early = (
+        np.concatenate([part(each) for each in timelines])
+        for part in (lambda each: work(each, spinning=True), _places, _before_any_end)
+    )
+    found: list[FloatArray] = []
+    for at in range(4 * timelines[0].plan.stages):
+        here = place == at
+        found.append(spent[here & early if (here & early).any() else here])
+    return found
+
+
+def _places(timeline: Timeline) -> IntArray:
+    """The place of each row in a table of kinds and stages; beyond its end for messages."""
+    rows = timeline.plan.rows
+    return rows.kind.astype(np.int64) * timeline.plan.stages + rows.stage
+
+
+def _before_any_end(timeline: Timeline) -> BoolArray:
+    """Whether each row has ended before the first rank has."""
+    by_rank = np.split(timeline.end, timeline.plan.offsets[1:-1])
+    return timeline.end <= min(each.max(initial=0.0) for each in by_rank)
+
+
+def _gap(spent: Sequence[FloatArray]) -> float:
+    """By how much actions of a kind and stage most often differ; 0 if all are alike."""
+    apart: list[FloatArray] = [np.zeros(0)]
+    for each in filter(len, spent):
+        sizes = np.abs(np.subtract.outer(each, each))
+        apart.append(sizes[sizes > _ALIKE * each.mean()])
+    sizes = np.sort(np.concatenate(apart))
+    if not len(sizes):
+        return 0.0
+    first, last = (np.searchsorted(sizes, part * sizes) for part in (0.98, 1.02))
+    most = int(np.argmax(last - first))
+    return float(np.median(sizes[first[most] : last[most]]))
+
+
+_ALIKE = 0.1
+"""By how much times of the same action differ without a reason, as a part of their mean."""
+
+
+def _means(spent: Sequence[FloatArray]) -> FloatArray:
+    return np.array([each.mean() if len(each) else np.nan for each in spent])
+
+
+def _without_gaps(spent: Sequence[FloatArray], gap: float, slower: float) -> FloatArray:
+    """What actions have to do: their time without gaps, as many as the mean time says."""
+    found: list[float] = []
+    for each, mean in zip(spent, _means(spent), strict=True):
+        gaps = np.round((each - mean / slower) / gap)
+        found.append(float(np.median(each - gaps * gap)) if len(each) else np.nan)
+    return np.array(found)
+
+
+def _of_steps(
+    timelines: Sequence[Timeline], cores: float, local: bool, *, spinning: bool = False
+) -> FloatArray:
     """A row for each kind with the cost at each stage: its mean in a step, the median of steps."""
     tables: list[FloatArray] = []
     for each in timelines:
         rows, stages = each.plan.rows, each.plan.stages
-        spent = each.end - each.start if local else work(each, cores)
+        spent = each.end - each.start if local else work(each, cores, spinning=spinning)
         computes = rows.kind <= Kind.W
-        place = (rows.kind.astype(int) * stages + rows.stage)[computes]
+        place = _places(each)[computes]
         total, count = (
             np.bincount(place, part, minlength=4 * stages) for part in (spent[computes], None)
         )
@@ -178,14 +283,15 @@ _SLOWER = 1.1
 """By how much actions must be slower together than alone, or it is noise."""
 
 
-def _messages(timeline: Timeline, cores: float) -> tuple[float, float]:
+def _messages(timeline: Timeline, cores: float, spinning: bool) -> tuple[float, float]:
     """How long a message keeps its sender, and how long it travels."""
     kind = timeline.plan.rows.kind
     sends = np.isin(kind, (Kind.SEND_F, Kind.SEND_B))
     if not sends.any():
         return 0.0, 0.0
     costs = Costs.from_timeline(timeline)
-    return float(np.median(work(timeline, cores)[sends])), costs.link.latency
+    keeps = work(timeline, cores, spinning=spinning)[sends]
+    return float(np.median(keeps)), costs.link.latency
 
 
 def with_overhead(units: Units, whole: Sequence[Timeline], bounds: Sequence[int]) -> Units:
@@ -193,7 +299,8 @@ def with_overhead(units: Units, whole: Sequence[Timeline], bounds: Sequence[int]
     spare = len(units) + 1 - len(bounds)
     if not spare:
         return units
-    more = units.times.sum(1) - _of_steps(whole, units.cores, local=False).sum(1)
+    steps = _of_steps(whole, units.cores, local=False, spinning=units.spinning)
+    more = units.times.sum(1) - steps.sum(1)
     forward, backward = np.maximum(more[[_F, _B]] / spare, 0.0).tolist()
     # The halves of a backward share what it costs to begin them.
     each = (forward, backward, backward / 2, backward / 2)

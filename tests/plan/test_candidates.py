@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -25,7 +26,14 @@ from taktline.plan import (
 from taktline.plan.candidates import TRAINING, candidates, cut, described, with_measured
 from taktline.plan.rows import FloatArray
 from taktline.plan.sharing import predict, work
-from taktline.plan.units import Units, contiguous, measured, one_by_one, with_overhead
+from taktline.plan.units import (
+    Units,
+    _in_turns,
+    contiguous,
+    measured,
+    one_by_one,
+    with_overhead,
+)
 
 TIMES = np.array([[1.0, 2, 3, 1], [2.0, 5, 6, 2], [1.2, 3, 3, 1], [1.0, 2.5, 3, 1.3]])
 BOUNDS = (0, 2, 4)
@@ -54,6 +62,49 @@ def test_costs_and_cores_are_found_again(cores: float) -> None:
     found = units.costs(BOUNDS, other.placement)
     expected = predict(other, known, cores).makespan
     assert predict(other, found, units.cores).makespan == pytest.approx(expected, rel=1e-3)
+
+
+def test_ranks_that_spin() -> None:
+    """The second rank ends at 7, so the first runs its last backward twice as fast."""
+    plan = Plan.from_actions([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
+    known = Costs(forward=1.0, backward=2.0)
+    timeline = predict(plan, known, spinning=True)
+    assert timeline.start.tolist() == [0, 1, 4, 7, 1, 2, 4, 5]
+    assert timeline.end.tolist() == [1, 2, 6, 8, 2, 4, 5, 7]
+    assert work(timeline, spinning=True).tolist() == [1, 1, 2, 2, 1, 2, 1, 2]
+    assert predict(plan, known).makespan == 9
+
+
+def spinning_steps(times: FloatArray) -> tuple[list[Timeline], list[Timeline]]:
+    """What is measured where waits spin: the last backward of the first rank is quick."""
+    plan = contiguous(2, BOUNDS, 6)
+    known = replace(costs(times), backward=None)
+    plans = one_by_one(plan.placement, 4), plan
+    return tuple([predict(each, known, spinning=True)] for each in plans)  # pyright: ignore
+
+
+def test_whether_waits_spin_is_measured() -> None:
+    times = TIMES.copy()
+    times[1] = times[2] + times[3]
+    units = measured(*spinning_steps(times))
+    assert units.spinning
+    assert units.cores == math.inf
+    np.testing.assert_allclose(units.times, times)
+    for cores in (math.inf, 1.0, 1.5):
+        assert not measured(*steps(cores)).spinning
+    assert not measured(*spinning_steps(times), local=True).spinning
+
+
+def test_turns_on_a_gpu() -> None:
+    """Turns of 2, and gaps of 6: what has 3 to do takes 9 or 15, and alone always 9."""
+    none = np.zeros(0)
+    together = [np.array([9.0, 9, 15, 15]), np.array([1.0, 7, 7, 1]), none, none]
+    alone = [np.array([9.0, 9, 9]), np.array([7.0, 7]), np.array([14.0]), np.array([2.0])]
+    single, times = _in_turns(alone, together, 4)
+    np.testing.assert_allclose(times[:2, 0], [12.0, 4.0])
+    np.testing.assert_allclose(single[:, 0], [12.0, 4.0, 8.0, 8.0])
+    single, times = _in_turns(alone, [each[:1] for each in together], 4)  # no gap is seen
+    np.testing.assert_allclose(single[:, 0], [9.0, 7.0, 14.0, 2.0])
 
 
 def test_what_an_action_costs_is_found_again() -> None:
