@@ -30,10 +30,10 @@ def rooms() -> set[str]:
 
 BUDGETS = {
     "plan": 5_455,
-    "stage": 1_779,
-    "transport": 3_565,
-    "runtime": 5_480,
-    "train": 3_498,
+    "stage": 1_972,
+    "transport": 3_571,
+    "runtime": 5_504,
+    "train": 3_500,
     "checkpoint": 1_819,
     "render": 849,
     "cli": 1_597,
