@@ -37,6 +37,7 @@ from taktline.split.steps import (
     without_cache,
 )
 from taktline.split.without_data import EmptyModel, has_data
+from taktline.stage.kinds import CompiledCall
 from taktline.stage.names import unwrapped
 from taktline.text import counted
 
@@ -467,17 +468,14 @@ class RecordedStage(nn.Module):
             self._seen, self._computes_in = seen, next(filter(None, types), None)
         return self._computes_in
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the units of this stage."""
+    def compile(self, **options: Any) -> None:
+        """Compile the units of this stage; what is between them runs eagerly."""
         for name in self._cut.empty.modules:
             if self._stage in self._cut.homes[name]:
-                unit = self.get_submodule(name)
-                unit._compiled_call_impl = torch.compile(_call_of(unit), *args, **kwargs)
-
-
-def _call_of(unit: nn.Module) -> Callable[..., Any]:
-    """The call of a module as a function of ours: torch does not compile its own functions."""
-    return lambda *args, **kwargs: unit._call_impl(*args, **kwargs)
+                unit: Any = self.get_submodule(name)
+                unit._compiled_call_impl = CompiledCall(
+                    unit, f"stage {self._stage}, {name}", **options
+                )
 
 
 def crossings_of(stage_module: nn.Module) -> list[str]:

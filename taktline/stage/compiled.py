@@ -29,6 +29,7 @@ from torch import fx, nn
 
 from taktline.errors import text_of
 from taktline.private import missing, private
+from taktline.stage.kinds import CompiledCall, note_part, running
 from taktline.stage.split_backward import CompiledNode, Pending, add_to_grads
 
 _log = logging.getLogger("taktline")
@@ -48,6 +49,7 @@ _current_node = private("torch._C._current_autograd_node", _FEATURE)
 def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = None) -> nn.Module:
     """Compile a stage by ``torch.compile``, so that its backward splits into I and W.
 
+    Of a stage that was cut from a model, each submodule by itself; equal ones are compiled once.
     For ``prepare=`` of a :class:`Pipeline`. Under plain ``torch.compile`` I computes all gradients,
     and W is empty. If a backward cannot be divided, I computes all of it, and the log
     ("taktline") has a warning with the reason.
@@ -59,12 +61,14 @@ def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = 
 
     >>> compiled = compile_stages(nn.Linear(2, 2))
     """
-    backend = partial(_compiled, f"stage {stage}")
+    # One backend for all: torch does not share what another one has compiled.
+    options: dict[str, Any] = {"backend": _compiled, "dynamic": dynamic}
     if type(module).compile is not nn.Module.compile:  # the module chooses what to compile
-        module.compile(backend=backend, dynamic=dynamic)
+        module.compile(**options)
         return module
-    compiled = torch.compile(module, backend=backend, dynamic=dynamic)
+    compiled = torch.compile(module, **options)
     assert isinstance(compiled, nn.Module)
+    vars(compiled)["forward"] = CompiledCall(module, f"stage {stage}", **options)
     return compiled
 
 
@@ -84,9 +88,9 @@ def _compiler() -> SimpleNamespace:
     )
 
 
-def _compiled(where: str, graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+def _compiled(graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph that was traced from a forward: by Inductor, but for the backward."""
-    names = _compiler()
+    names, where = _compiler(), running.name
     if (reason := missing(*vars(names).values(), _current_node)) is not None:
         _log.warning("%s: its compiled backward stays whole, so W is empty: %s", where, reason)
         return names.compile(graph, example)
@@ -168,6 +172,7 @@ class Backward:
         if self._whole is None:
             # A compiler changes its graph.
             copied = fx.GraphModule(self._graph, deepcopy(self._graph.graph))
+            note_part()
             self._whole = self._compiles(copied, self._example, range(len(self._example)))
         return self._whole(arguments)
 
@@ -179,6 +184,7 @@ class Backward:
             first = [self._example[i] for i in halves.takes_first]
             second = [self._example[i] for i in halves.takes_second]
             second += [node.meta["val"] for node in halves.crossing]
+            note_part()
             return (
                 halves,
                 self._compiles(halves.first, first, halves.takes_first),

@@ -42,6 +42,7 @@ from taktline.split.auto import Measure, divide, measure_times
 from taktline.split.by_names import without_compiler
 from taktline.split.steps import Cut, Record, arguments_of, arguments_of_forward, without_padding
 from taktline.stage import PipelineStage, compile_stages
+from taktline.stage.kinds import summary
 from taktline.stage.names import declared, named_parameters, unwrapped
 from taktline.text import counted
 from taktline.train.auto import check_auto, choose, is_auto, rechosen
@@ -295,7 +296,8 @@ class Built:
 
     def __str__(self) -> str:
         captures = self.schedule._runner.captures or ""
-        parts = (self.table, self.choice, self.batch_dims, captures)
+        compiled = summary(self.model.modules.values())
+        parts = (self.table, self.choice, self.batch_dims, compiled, captures)
         return "\n".join(filter(None, map(str, parts)))
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from errno import ECONNABORTED, ECONNRESET
 from functools import partial
@@ -374,14 +375,20 @@ class Distributed(Transport):
     def open(self, channels: Sequence[Channel]) -> None:
         """Connect the channels of this rank that are not connected yet."""
         self._met()
-        for channel in channels:
-            if self.rank not in (channel.sender, channel.receiver) or channel in self._connections:
-                continue
-            if self._has_lanes:
+        mine = (c for c in channels if self.rank in (c.sender, c.receiver))
+        new = [channel for channel in mine if channel not in self._connections]
+        if self._has_lanes:
+            for channel in {ends_of(channel): channel for channel in new}.values():
                 self._connect_lanes(channel)
-            else:
-                self._connections[channel] = self._communicator(channel)
-                self._greet(channel)
+        elif new:
+            # Those of nccl at the same time, as each takes long. A thread that waits for the store
+            # holds up the others; in nccl only higher ranks wait, so that no two wait for each
+            # other. The bytes are made here, where the device of this thread is the current one.
+            greetings = torch.zeros(len(new), 1, dtype=torch.uint8, device=self.device)
+            count = len(new) if self._backend == "nccl" else 1
+            with ThreadPoolExecutor(count, "taktline connect") as pool:
+                for _ in pool.map(self._connect, new, greetings):
+                    pass  # raises its error
 
     def _connect_lanes(self, channel: Channel) -> None:
         """Connect this rank and another one by lanes, for every channel between them."""
@@ -402,21 +409,26 @@ class Distributed(Transport):
             for sender, receiver in (ends, ends[::-1]):
                 self._connections[Channel(sender, receiver, gradients)] = lane
 
-    def _communicator(self, channel: Channel) -> Communicator:
-        """The communicator of a channel, made by both of its ranks."""
+    def _connect(self, channel: Channel, byte: torch.Tensor) -> None:
+        """Make the communicator of a channel, which both of its ranks do.
+
+        Send one byte: nccl connects at the first message, and waits for the other end.
+        """
         if self.verdict is not None:
             raise self._error(self.verdict)
         # Restarted processes may find what their forerunners have left in the same store.
         name = f"{store_name()}/{self._member.meeting}/{channel}"
         store = PrefixStore(name, self.group.get_group_store())
         peer = sum(ends_of(channel)) - self.rank
-        return Communicator.connect(
+        self._connections[channel] = Communicator.connect(
             self._backend,
             store,
             ends_of(channel).index(peer),
             self.timeout,
             lambda error: self._failed(error, peer, channel),
         )
+        post = self.sender(channel) if channel.sender == self.rank else self.receiver(channel)
+        post(byte).wait()
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
         connection = self._opened(channel)
@@ -438,12 +450,6 @@ class Distributed(Transport):
             return all_gather.exchange(mine)
         except PeerFailure as failure:
             raise self._lost(failure, mine.what) from failure
-
-    def _greet(self, channel: Channel) -> None:
-        """Send one byte: nccl connects at the first message, and waits for the other end."""
-        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        post = self.sender(channel) if channel.sender == self.rank else self.receiver(channel)
-        post(byte).wait()
 
     def _failed(self, error: RuntimeError, peer: int, what: object) -> TaktlineError:
         """The error for a message that failed: by the first cause, if there is a verdict."""

@@ -19,6 +19,8 @@ from taktline.runtime.capture.captures import Captures
 from taktline.runtime.capture.cuda import is_loop
 from taktline.runtime.capture.state import State
 from taktline.stage import split_backward
+from taktline.stage.kinds import note_part, nothing_compiled
+from tests.stage.compiling import aot
 
 WIDTH = 6
 
@@ -709,3 +711,41 @@ def test_the_gradients_of_weights_are_left_to_w() -> None:
         assert torch.equal(buffers[bias], torch.full((WIDTH,), 2.0))
         stage.backward_weight(0)
     assert torch.equal(buffers[weight], torch.full((WIDTH, WIDTH), 2.0))
+
+
+class Precompiled(Again):
+    """A graph in which nothing may be compiled, as in a capture on a GPU."""
+
+    def replay(self) -> None:
+        with nothing_compiled():
+            super().replay()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler loads
+def test_all_is_compiled_before_a_capture(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr("taktline.stage.compiled._compiled", aot())
+    count = 2 if schedule == "1f1b" else 4
+    pair = Pair(lambda: [Stage() for _ in range(count)], schedule=schedule, compile=True)
+    pair.graphs.make = Precompiled
+    for rows in (8, 12, 16, 8, 12):
+        for seed in range(5):
+            pair.step(rows=rows, seed=seed)
+            pair.each(tl.Pipeline.zero_grad)
+    assert str(pair.pipe).count("captured") == 3, str(pair.pipe)
+    assert "compiled: " in str(pair.pipe)
+
+
+def test_a_part_of_a_backward_is_not_compiled_too_late() -> None:
+    with nothing_compiled(), pytest.raises(tl.TaktlineError, match="too late here"):
+        note_part()
+
+
+def test_what_compiles_in_every_step_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter(range(100))
+    monkeypatch.setattr("taktline.runtime.capture.captures.compilations", lambda: next(numbers))
+    pair = Pair()
+    with pytest.warns(UserWarning, match="compiles something new in every step"):
+        pair.train(12)
+    assert pair.graphs.log == []

@@ -399,8 +399,12 @@ def test_steps_under_nvtx_run_eagerly() -> None:
 # The compiler's own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
-def test_compiled_stages() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
+def test_compiled_stages(schedule: str) -> None:
     torch._dynamo.reset()
-    pair = on_gpu(lambda: [Stage(), Stage()], schedule="zb_h1", compile=True)
-    train(pair)
-    assert is_captured(pair, 4), str(pair.pipe)
+    count = 2 * SCHEDULES[schedule]
+    pair = on_gpu(lambda: [Stage() for _ in range(count)], schedule=schedule, compile=True)
+    for rows in (8, 12, 16):  # the third size may be dynamic
+        train(pair, rows=rows)
+    assert len(re.findall(r"captured.*, [34] replays", str(pair.pipe))) == 3, str(pair.pipe)
+    assert f"compiled: {count} modules of 1 kind" in str(pair.pipe)

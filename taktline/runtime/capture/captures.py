@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from taktline import pytree
 from taktline.checks import warn
 from taktline.errors import ScheduleError, TaktlineError, text_of
 from taktline.runtime.capture import buffers
@@ -17,6 +18,7 @@ from taktline.runtime.capture.cuda import CudaGraphs, Streams, is_loop
 from taktline.runtime.capture.state import State
 from taktline.runtime.program import Program, bind
 from taktline.stage import PipelineStage
+from taktline.stage.kinds import compilations
 from taktline.stage.stage import parameters_of
 from taktline.text import counted
 from taktline.transport.local import LocalTransport
@@ -90,7 +92,7 @@ class Captures:
         """Drop all graphs, after a failed step."""
         self._entries: dict[Hashable, _Entry] = {}
         self._buffers: Buffers = {}
-        self._warming: tuple[_Entry, State, list[tuple[nn.Parameter, Any, int]]] | None = None
+        self._warming: tuple[Any, ...] | None = None
         """If the running step warms up: its kind, and what was there before."""
 
     def replay(self, key: Hashable, program: Program) -> bool:
@@ -124,7 +126,8 @@ class Captures:
                     (p, p.grad, getattr(p.grad, "_version", 0)) for p in self._parameters()
                 ]
                 before = State(self._stages, program.binding.loss_fn, deep=True)
-                self._warming = entry, before, gradients
+                self._warming = entry, before, gradients, compilations(), program.quickest
+                _rehearse(program, any_order=entry.any_order)
                 return False
             self._capture(entry, program, state)
         if entry.graph is None:
@@ -160,7 +163,7 @@ class Captures:
         """Look at what a step has changed that has run eagerly, if it warms up."""
         if self._warming is None:
             return
-        entry, before, gradients = self._warming
+        entry, before, gradients, compiled, program.quickest = self._warming
         loss_fn, observed = program.binding.loss_fn, program.binding.feed.observed
         self._warming, after = None, State(self._stages, loss_fn, deep=True)
         entry.touched = [
@@ -168,9 +171,16 @@ class Captures:
             for p, gradient, version in gradients
             if p.grad is not None and (p.grad is not gradient or p.grad._version != version)
         ]
+        rehearsed = entry.any_order
         entry.any_order = before.versions == after.versions and not observed
         entry.state = State(self._stages, loss_fn)
-        entry.warm += 1
+        if compiled != compilations():  # a capture may compile nothing
+            entry.warm, entry.changes = 0, entry.changes + 1
+            if entry.changes > _TRIES:
+                self._refuse(entry, "torch.compile compiles something new in every step")
+            return
+        if entry.warm < _WARM_UP - 1 or rehearsed == entry.any_order:
+            entry.warm += 1
         changed = before.difference(after)
         if changed is not None and entry.warm == _WARM_UP:  # earlier steps may fill caches
             self._refuse(
@@ -242,6 +252,17 @@ class Captures:
         lines = [*map(str, entries)]
         lines += [f"eagerly: {reason}" for reason in self._reasons if reason not in known]
         return "\n  ".join(["CUDA graphs:", *(lines or ["no step has run"])])
+
+
+def _rehearse(program: Program, *, any_order: bool) -> None:
+    """Let an eager step run what will be captured, so that all of it is compiled by then."""
+    feed = program.binding.feed
+    feed.arguments, feed.keywords, feed.targets = pytree.tree_map_only(
+        torch.Tensor, torch.clone, (feed.arguments, feed.keywords, feed.targets)
+    )
+    if any_order and program.binding.alone:
+        binding = replace(program.binding, any_order=True)
+        program.quickest = bind(binding, program.known).quickest
 
 
 def _refusal(program: Program) -> str | None:

@@ -17,6 +17,7 @@ from taktline.errors import ScheduleError
 from taktline.plan import Action, Kind
 from taktline.private import private
 from taktline.runtime.capture.buffers import Adding
+from taktline.stage.kinds import nothing_compiled
 
 _MOST = 4
 """The most micro-batches side by side."""
@@ -106,6 +107,7 @@ def _same_stream() -> AbstractContextManager[Any]:
 def _isolated() -> Iterator[None]:
     """A block that changes nothing outside of a graph; raises if it draws numbers on the CPU.
 
+    Nothing is compiled: to measure and to load kernels does not go into a graph.
     Autocast casts weights anew: cached casts would not be part of the graph. No garbage is
     collected: an old graph among it would be freed, which ends a capture.
     """
@@ -113,7 +115,8 @@ def _isolated() -> Iterator[None]:
     torch.clear_autocast_cache()
     gc.disable()
     try:
-        yield
+        with nothing_compiled():
+            yield
     finally:
         if collects:
             gc.enable()
