@@ -178,7 +178,7 @@ class Costs:
                 "none, and a simulated one has costs already"
             )
         means = np.stack([_means(each) for each in timelines])
-        forward, full, inputs, weights = list[FloatArray](known_medians(means, axis=0))
+        forward, _, full, inputs, weights = list[FloatArray](known_medians(means, axis=0))
         with np.errstate(invalid="ignore"):  # both halves may take no time
             share = _filled(inputs / (inputs + weights), np.full_like(full, 0.5))
         inputs = _filled(np.where(np.isnan(inputs), share * full, inputs), forward)
@@ -219,7 +219,7 @@ def _changed(costs: Link | Costs) -> dict[str, Any]:
 
 
 def _means(timeline: Timeline) -> FloatArray:
-    """A row each for F, B, I and W, with the mean cost at each stage, or nan."""
+    """A row for each kind that computes, with the mean cost at each stage, or nan."""
     plan, rows, rank = timeline.plan, timeline.plan.rows, timeline.plan.rank_of_rows()
     at = np.flatnonzero(rows.kind <= Kind.W)
     before = np.concatenate([at[:1], at[:-1]])
@@ -231,9 +231,10 @@ def _means(timeline: Timeline) -> FloatArray:
     # Clocks differ a little, so a message may seem to arrive after its receiver has started.
     cost = timeline.end[at] - np.minimum(ready, timeline.start[at])
     place = rows.kind[at] * plan.stages + rows.stage[at]
-    total, count = (np.bincount(place, w, minlength=4 * plan.stages) for w in (cost, None))
+    kinds = Kind.W + 1
+    total, count = (np.bincount(place, w, minlength=kinds * plan.stages) for w in (cost, None))
     with np.errstate(invalid="ignore"):
-        return (total / count).reshape(4, plan.stages)
+        return (total / count).reshape(kinds, plan.stages)
 
 
 def _flights(timeline: Timeline) -> FloatArray:

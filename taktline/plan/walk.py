@@ -21,7 +21,7 @@ from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, IntArray
 
 _UNIT = np.zeros(len(Kind))
-_UNIT[[Kind.F, Kind.B, Kind.I, Kind.W]] = 1, 2, 1, 1
+_UNIT[[Kind.F, Kind.RECOMPUTE, Kind.B, Kind.I, Kind.W]] = 1, 1, 2, 1, 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
