@@ -285,7 +285,9 @@ def _without_activations(
 ) -> list[Instruction]:
     """The same with forwards for what is offloaded, or recomputed."""
     found = list(instructions)
-    forwards = {each.action: place for place, each in enumerate(found) if each.action.kind == Kind.F}
+    forwards = {
+        each.action: place for place, each in enumerate(found) if each.action.kind == Kind.F
+    }
     for each in instructions:
         stage, m, kind = each.action.stage, each.action.microbatch, each.action.kind
         if kind in (Kind.OFFLOAD, Kind.RECOMPUTE):

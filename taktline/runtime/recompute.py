@@ -99,7 +99,11 @@ def _buffers_of(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def _copies(buffers: Sequence[tuple[nn.Module, str]]) -> list[_Buffer]:
     found = ((module, name, module._buffers[name]) for module, name in buffers)
-    return [(module, name, buffer, buffer.clone()) for module, name, buffer in found if buffer is not None]
+    return [
+        (module, name, buffer, buffer.clone())
+        for module, name, buffer in found
+        if buffer is not None
+    ]
 
 
 def _put_back(

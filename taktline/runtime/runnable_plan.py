@@ -124,7 +124,9 @@ class Runnable:
         plan = self.plan
         if (self._shards or self.reduces) and not plan.has(*_OF_WRAPPED):
             by_rank = [plan.rows_of(rank) for rank in range(plan.ranks)]
-            plan = plan.with_rows([rows[rows.kind <= Kind.W] for rows in by_rank], Level.COMPUTE)
+            plan = plan.with_rows(
+                [rows[rows.kind < Kind.SEND_F] for rows in by_rank], Level.COMPUTE
+            )
         if plan.level > Level.COMPUTE:
             return lower(plan)
         return self._lowered(plan, reduces=self.reduces)

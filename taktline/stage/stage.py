@@ -24,7 +24,6 @@ from taktline.stage.names import Tie, declared
 from taktline.stage.offload import Activations, copies_on
 from taktline.stage.split_backward import Root, Splitter, accumulate
 
-
 Changing: TypeAlias = dict[tuple[bool, ...], list[tuple[nn.Module, str]]]
 """Buffers, as a module and a name, by whether the modules with buffers are in training mode."""
 
@@ -99,6 +98,8 @@ class PipelineStage:
         self._in_flight: dict[int, tuple[Sequence[torch.Tensor], Sequence[Root]]] = {}
         self.away: dict[int, Activations] = {}
         """What the forwards of offloaded micro-batches have saved, from F to B or I."""
+        self.copied = self.most_on_host = 0
+        """The most bytes that were copied to the host of one micro-batch, and that were there."""
         self.changing: Changing = {}
         """The buffers that a forward changes, which a recomputed one must not change twice."""
         self._weights_due: dict[int, Callable[[], object]] = {}
@@ -206,8 +207,11 @@ class PipelineStage:
 
     def leave(self, microbatch: int) -> Activations:
         """Begin to copy to the host what the forward of a micro-batch has saved."""
-        self.away[microbatch].leave(self._in_flight[microbatch][0])
-        return self.away[microbatch]
+        found = self.away[microbatch]
+        found.leave(self._in_flight[microbatch][0])
+        self.copied = max(self.copied, found.nbytes)
+        self.most_on_host = max(self.most_on_host, sum(x.nbytes for x in self.away.values()))
+        return found
 
     def arrive(self, microbatch: int) -> None:
         """Wait until what a forward has saved is back, if it was away."""

@@ -26,6 +26,7 @@ from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, S
 from taktline.train import parameters, steps
 from taktline.train.batches import SharedLoader
 from taktline.train.build import Built, Model, Prepare, ScheduleChoice, build, checked, replan
+from taktline.train.memory import Memory, memory_of
 from taktline.train.parameters import INSTEAD, Scaler, gathered_state, load_state, own_state
 from taktline.train.preemption import PREEMPTED, Preemption
 from taktline.train.stage_table import Boundaries
@@ -120,7 +121,7 @@ class Pipeline:
         example: Any = None,
         schedule: ScheduleChoice = "1f1b",
         example_target: Any = None,
-        memory: float | Sequence[float] | None = None,
+        memory: float | str | Sequence[float | str] | None = None,
         microbatches: int | None = None,
         loss_fn: LossFn | None = None,
         ranks: int | None = None,
@@ -343,6 +344,14 @@ class Pipeline:
         with self._built.schedule.trace() as trace:
             trace.work = self._built.table.work
             yield trace
+
+    def memory(self) -> Memory:
+        """What the stages keep for their backwards, by the plan and measured; print it.
+
+        All ranks call it, after a step.
+        """
+        with self._turn, self._built.everywhere("memory()"):
+            return memory_of(self._built)
 
     def replan(self) -> str:
         """Measure steps of the example, and go on with the best plan for the stages as they are.
