@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -50,6 +50,10 @@ class Copies:
         self.held = 0
         """The bytes of all buffers."""
         self.limit = _host_limit()
+        self.stamp: Callable[[], Any] = lambda: None
+        """Marks a moment of the current stream, while there is a trace."""
+        self.latest: tuple[Any, Any] = None, None
+        """When the latest copy began and ended."""
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A buffer on the host, pinned for a GPU."""
@@ -80,16 +84,15 @@ class Copies:
         self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, inward: bool
     ) -> torch.cuda.Event | None:
         """Copy to the first of each pair; returns the end of it, unless it has ended."""
-        if not self._streams:
-            for target, source in pairs:
-                target.copy_(source)
-            return None
-        stream = self._streams[inward]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        stream = self._streams[inward] if self._streams else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            began = self.stamp()
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        return stream.record_event()
+            self.latest = began, self.stamp()
+        return None if stream is None else stream.record_event()
 
     def wait(self, end: torch.cuda.Event | None) -> None:
         """Let the current stream wait for the end of a copy."""
