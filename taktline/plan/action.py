@@ -15,14 +15,14 @@
 
 :func:`parse` and ``str`` are inverse: every action has exactly one text.
 
-Copies run beside the computation, on one engine for each rank and direction, which takes them in the
-order of the rank's list. They are waited for at known places, so that memory follows from the order
-of the actions and not from times:
+Copies run beside the computation, on one engine for each rank and direction, which takes them in
+the order of the rank's list. They are waited for at known places, so that memory follows from the
+order of the actions and not from times:
 
-- A rank that starts a copy, in either direction, first waits for its OFFLOADs before to end. What
-  they copied leaves the device there. So one OFFLOAD of a rank is under way at a time.
-- An OFFLOAD copies what the forward has kept, and a RELOAD takes the memory of what it brings back.
-- The B or I of a RELOAD waits for its end. Then the host's memory is free.
+- A rank that starts a copy, in either direction, first waits until its OFFLOADs before have ended.
+  What they copied leaves the device there. So one OFFLOAD of a rank is under way at a time.
+- A RELOAD takes the memory of what it brings back when it starts.
+- The B or I of a RELOAD waits for its end; after this backward the host's memory is free.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ class Kind(IntEnum):
     def has_microbatch(self) -> bool:
         """Whether this belongs to one micro-batch, not to the stage as a whole."""
         return self <= Kind.RECV_B
+
+
+COPIES = (Kind.OFFLOAD, Kind.RELOAD)
 
 
 @dataclass(frozen=True, slots=True)

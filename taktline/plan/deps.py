@@ -12,8 +12,9 @@
     sSEND_Fm        sFm
     sSEND_Bm        sBm or sIm
 
-Where the forward is recomputed or reloaded, B and I need ``sRECOMPUTEm`` or ``sRELOADm`` in place of
-``sFm``. A neighbour on the same rank hands its result over directly. One on another rank does so too where
+Where the plan has ``sRECOMPUTEm`` or ``sRELOADm``, B and I need this in place of ``sFm``.
+
+A neighbour on the same rank hands its result over directly. One on another rank does so too where
 a plan leaves communication implicit; in a lowered plan, what arrives is ``(s-1)SEND_Fm`` or
 ``(s+1)SEND_Bm``, into a receive that this rank has posted before: ``sRECV_Fm`` or ``sRECV_Bm``.
 """
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from taktline.plan.action import Kind
+from taktline.plan.action import COPIES, Kind
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import BoolArray, IntArray
 
@@ -151,7 +152,7 @@ def _copies(plan: Plan, own: IntArray, rank: IntArray) -> IntArray:
     if len(offloads):
         reloaded = np.isin(kind, (Kind.B, Kind.I)) & (own >= 0) & (kind[own] == Kind.RELOAD)
         copy[reloaded] = own[reloaded]
-        at = np.flatnonzero(np.isin(kind, (Kind.OFFLOAD, Kind.RELOAD)))
+        at = np.flatnonzero(np.isin(kind, COPIES))
         before = np.append(NONE, offloads)[np.searchsorted(offloads, at)]
         copy[at] = np.where((before >= 0) & (rank[before] == rank[at]), before, NONE)
     return copy

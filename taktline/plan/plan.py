@@ -270,6 +270,11 @@ class Plan(Drawable):
         """Whether any action is of one of these kinds."""
         return bool(np.isin(self.rows.kind, kinds).any())
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it offloads or recomputes activations."""
+        return self.has(Kind.RECOMPUTE, Kind.OFFLOAD)
+
     def with_rows(self, rows_by_rank: Sequence[Rows], level: Level | None = None) -> Plan:
         """The same plan with other actions."""
         return Plan(rows_by_rank, self.placement, self.microbatches, level=level, name=self.name)

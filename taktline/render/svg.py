@@ -14,8 +14,9 @@ import numpy as np
 from taktline.checks import check
 from taktline.errors import CostError, PlanError
 from taktline.plan.action import Kind
+from taktline.plan.memory import memory_curve
 from taktline.plan.plan import Placement
-from taktline.plan.timeline import Timeline, memory_curve
+from taktline.plan.timeline import Timeline
 from taktline.text import counted
 
 COLOURS = {

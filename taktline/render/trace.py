@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from taktline.plan.action import Kind
-from taktline.plan.timeline import Timeline, memory_curve
+from taktline.plan.memory import memory_curve
+from taktline.plan.timeline import Timeline
 
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
 
