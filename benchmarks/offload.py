@@ -30,7 +30,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
-from taktline.plan import Action, Costs, Kind, Plan, build, peak_memory, simulate
+from taktline.errors import ScheduleError
+from taktline.plan import Costs, Plan, build, fit_memory, lower, peak_memory, simulate
+from taktline.runtime.runnable_plan import merged
 from taktline.stage.offload import copies_on
 
 
@@ -119,59 +121,6 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def saving(plan: Plan, costs: Costs, share: float, back: Kind) -> Plan:
-    """The plan with so many forwards offloaded, or recomputed, that this share of the peak is left.
-
-    On each rank those with the longest life come first. A RELOAD begins as many actions before its
-    backward as hide it, if possible.
-    """
-    limits = share * peak_memory(plan, costs)
-    lists = [[*plan.rows_of(rank).actions()] for rank in range(plan.ranks)]
-    for rank, limit in enumerate(limits):
-        place = {str(action): i for i, action in enumerate(lists[rank])}
-        forwards = [a for a in lists[rank] if isinstance(a, Action) and a.kind == Kind.F]
-        chosen: set[tuple[int, int | None]] = set()
-        lives = {
-            (a.stage, a.microbatch): place[f"{a.stage}B{a.microbatch}"] - place[str(a)]
-            for a in forwards
-        }
-        by_life = sorted(lives, key=lambda each: -lives[each])
-        for each in [None, *by_life]:
-            chosen |= {each} - {None}
-            trial = [*lists]
-            trial[rank] = with_actions(lists[rank], chosen, costs, plan.stages, back)
-            found = Plan.from_actions(trial)
-            if peak_memory(found, costs)[rank] <= limit:
-                break
-        lists[rank] = trial[rank]
-    return Plan.from_actions(lists, name=f"{plan.name}, {share:.0%}")
-
-
-def with_actions(
-    actions: Sequence[Any], chosen: set[Any], costs: Costs, stages: int, back: Kind
-) -> list[Any]:
-    """The actions of a rank, with those that save memory for some forwards."""
-    takes = {
-        Kind.F: costs.of("forward", stages),
-        Kind.B: costs.of("backward", stages),
-        Kind.RELOAD: costs.of("reload", stages),
-    }
-    found: list[Any] = []
-    for action in actions:
-        is_chosen = (action.stage, action.microbatch) in chosen
-        if action.kind == Kind.B and is_chosen:
-            at, left = len(found), takes[Kind.RELOAD][action.stage] * (back == Kind.RELOAD)
-            first = found.index(Action(action.stage, Kind.F, action.microbatch)) + 2
-            while left > 0 and at > first and found[at - 1].kind in (Kind.F, Kind.B, Kind.OFFLOAD):
-                at -= 1
-                left -= takes[found[at].kind][found[at].stage] if found[at].kind in takes else 0.0
-            found.insert(at, Action(action.stage, back, action.microbatch))
-        found.append(action)
-        if action.kind == Kind.F and is_chosen and back == Kind.RELOAD:
-            found.append(Action(action.stage, Kind.OFFLOAD, action.microbatch))
-    return found
-
-
 @dataclass
 class Run:
     """One way to train, and what was measured of it."""
@@ -240,15 +189,18 @@ def compare(size: Size, ranks: int, device: torch.device, *, local: bool) -> Non
             f"copied in {max(copies):.0f} ms"
         )
     runs = [plain]
-    runs += [
-        made(f"offload {share:.0%}", saving(plan, costs, share, Kind.RELOAD))
-        for share in (0.5, 0.3)
-    ]
-    runs += [
-        made("checkpoint all blocks", plan, checkpoints=True),
-        made("recompute 50%", saving(plan, costs, 0.5, Kind.RECOMPUTE)),
-        made("recompute 30%", saving(plan, costs, 0.3, Kind.RECOMPUTE)),
-    ]
+    peaks = peak_memory(plan, costs)
+    again = replace(costs, offload=None, recompute=costs.forward)
+    for name, each in {"offload": costs, "recompute": again}.items():
+        for share in (0.5, 0.3):
+            try:
+                found = fit_memory(plan, each, list(share * peaks))
+            except ScheduleError as error:
+                if say:
+                    print(f"{name} {share:.0%}: {error}")
+                continue
+            runs.append(made(f"{name} {share:.0%}", found))
+    runs.append(made("checkpoint all blocks", plan, checkpoints=True))
     for run in runs[1:]:
         for _ in range(2):
             step(run)
@@ -292,9 +244,6 @@ def expected(plan: Plan, costs: Costs, *, local: bool) -> tuple[float, float]:
     """The time and the peak by the plan; of local ranks, which share the GPU, all work in turn."""
     if not local:
         return simulate(plan, costs).makespan, float(peak_memory(plan, costs)[0])
-    from taktline.plan import lower
-    from taktline.runtime.runnable_plan import merged
-
     one = Plan.from_actions([[str(a) for a in merged(lower(plan)).actions()]])
     return simulate(one, costs).makespan, float(peak_memory(one, costs)[0])
 

@@ -32,7 +32,7 @@ from taktline.errors import (
     text_of,
 )
 from taktline.plan import Kind, NamedSchedule, Plan, find, read
-from taktline.plan.io import read_cuts
+from taktline.plan.io import from_json, read_cuts, to_json
 from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.introduction import BUILDING, compared, together
 from taktline.runtime.schedule import Schedule
@@ -46,6 +46,7 @@ from taktline.stage.names import declared, named_parameters, unwrapped
 from taktline.text import counted
 from taktline.train.auto import check_auto, choose, is_auto, rechosen
 from taktline.train.batches import BatchDims
+from taktline.train.memory import fitted
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
 from taktline.train.stage_table import StageTable
 
@@ -181,6 +182,8 @@ def build(given: SimpleNamespace) -> Built:
         state = _state_of(given, modules, ranks)
         table = StageTable.of(plan, modules, given.example, ranks.transport)
         table.prepared = given.prepare is not None
+        if given.memory is not None and not choice:
+            plan = table.plan = _within(given, plan, table, modules, ranks)
         own = {stage: modules[stage] for stage in ranks.stages_of(plan)}
         ready = together(ranks, lambda: _ready(given, own, ranks))
         state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
@@ -192,6 +195,22 @@ def build(given: SimpleNamespace) -> Built:
     with guarded(ranks.transport, BUILDING):
         built.schedule._runner.connect()
     return built
+
+
+def _within(
+    given: SimpleNamespace,
+    plan: Plan,
+    table: StageTable,
+    modules: Mapping[int, nn.Module],
+    ranks: Ranks,
+) -> Plan:
+    """The plan within ``memory``, as the first process finds it, by the speed of its device."""
+
+    def found() -> str:
+        first = not ranks.processes.place
+        return to_json(fitted(plan, table, modules, given.memory, ranks.device)) if first else ""
+
+    return from_json(ranks.processes.everywhere(found, "fit the plan", BUILDING)[0])
 
 
 @dataclass(slots=True, weakref_slot=True)

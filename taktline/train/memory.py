@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
-from taktline.plan import Plan, peak_memory
+from taktline.errors import ScheduleError
+from taktline.plan import Plan, fit_memory, peak_memory
+from taktline.plan.candidates import TRAINING
+from taktline.stage.offload import copies_on
 from taktline.text import size_text, table
+from taktline.train.auto import limits_of
+from taktline.train.stage_table import StageTable
+from taktline.train.trial import weights_of
 from taktline.transport.exchange import share_values
 
 
@@ -93,3 +103,64 @@ def memory_of(built: Any) -> Memory:
                 keeps=keeps, copied=copied, device=device_bytes, host=host, most_on_host=most
             )
     return Memory(plan, found, [peak for peak, _ in shared])
+
+
+def fitted(
+    plan: Plan,
+    stages: StageTable,
+    modules: Mapping[int, nn.Module],
+    memory: Any,
+    device: torch.device,
+) -> Plan:
+    """The plan with what saves memory, so that each rank keeps within its own.
+
+    The costs are counted: what is copied takes its bytes by the measured bandwidth of the device.
+    """
+    limits, costs, needs = limits_of(memory, plan.ranks), stages.work, stages.needs
+    if costs is None or needs is None:
+        raise ScheduleError(
+            "memory= fits the plan to what stages keep, which is counted with an example: pass "
+            "example=(…), the arguments of one micro-batch, and all stages; or leave out memory="
+        )
+    assert limits is not None
+    room = list[float]()
+    for rank, limit in enumerate(limits):
+        held = TRAINING * sum(weights_of(modules[s]) for s in plan.placement.stages_of(rank))
+        if held >= limit:
+            raise ScheduleError(
+                f"rank {rank} needs {size_text(held)} for its weights, their gradients and an "
+                f"optimizer like Adam, which is not less than memory={size_text(limit)}; pass more "
+                "memory, or start more ranks"
+            )
+        room.append(limit - held)
+    operations, bandwidth = speeds(device)
+    copies = tuple(operations * need.keeps / bandwidth for need in needs)
+    arrives = (0, *(need.sends for need in needs[:-1]))
+    kept = tuple(float(min(a, need.keeps)) for a, need in zip(arrives, needs, strict=True))
+    more: Any = {"offload": copies, "recompute": costs.forward, "kept_for_recompute": kept}
+    return fit_memory(plan, replace(costs, **more), room)
+
+
+@cache
+def speeds(device: torch.device) -> tuple[float, float]:
+    """Counted operations, and copied bytes, of a device in a second."""
+    is_cuda = device.type == "cuda"
+    size, nbytes = (8192, 1 << 28) if is_cuda else (512, 1 << 24)
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    matrix, copies = torch.ones(size, size, dtype=dtype, device=device), copies_on(device)
+    host, there = copies.take(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def seconds(call: Callable[[], object]) -> float:
+        times: list[float] = []
+        for _ in range(4):
+            began = time.perf_counter()
+            call()
+            if is_cuda:
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    product = seconds(lambda: matrix @ matrix)
+    copy = seconds(lambda: copies.wait(copies.copy([(host, there)], inward=False)))
+    copies.give([host])
+    return 2 * size**3 / product, nbytes / copy

@@ -56,8 +56,9 @@ class Pipeline:
             cuts and, without ``microbatches``, their number: then the example is a whole batch.
         example_target: the target of the example, so that "auto" and :meth:`replan` measure the
             real loss.
-        memory: the bytes that a rank may use, or a number for each, for a plan that is chosen; by
-            default 90% of a GPU, and any on the CPU.
+        memory: what a rank may use, in bytes or as "16GiB", or a list with one for each. The plan
+            is chosen for it, by default for 90% of a GPU; that of a name or file is made to fit, by
+            the sizes for the ``example``: see :meth:`memory`. "auto" does not offload.
         microbatches: the number of micro-batches; a batch with fewer rows has one for each row.
         loss_fn: returns the loss of an output and a target. Without one, the loss is the one
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
