@@ -1,18 +1,18 @@
-"""``pipe.memory()``: what the stages keep for their backwards, predicted and measured."""
+"""``pipe.memory()``: what the stages keep for their backwards; and plans within a limit of it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from taktline.errors import ScheduleError
-from taktline.plan import Plan, fit_memory, peak_memory
+from taktline.plan import Costs, Plan, fit_memory, peak_memory
 from taktline.plan.candidates import TRAINING
 from taktline.stage.offload import copies_on
 from taktline.text import size_text, table
@@ -22,87 +22,70 @@ from taktline.train.trial import weights_of
 from taktline.transport.exchange import share_values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
-    """What one stage keeps, in bytes."""
+class StageMemory(NamedTuple):
+    """What one stage keeps, in bytes; 0 if that is unknown."""
 
-    keeps: int | None
-    """For one micro-batch, counted; None if that is not known."""
+    keeps: float
+    """For one micro-batch, counted."""
     copied: int
     """Of one micro-batch, to the host: measured."""
-    device: float | None
+    device: float
     """The peak on the device, as the plan says."""
-    host: float | None
+    host: float
     """The same of the host."""
-    most_on_host: int
-    """The same, measured."""
+    measured: int
+    """The same of the host, measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What all stages keep for their backwards.
+class Memory(dict[int, StageMemory]):
+    """What all stages keep for their backwards, by their numbers.
 
     >>> import taktline as tl
     >>> stages = [torch.nn.Linear(4, 4), torch.nn.Tanh()]
     >>> pipe = tl.Pipeline(stages, example=(torch.ones(2, 4),), microbatches=4, ranks=2)
     >>> print(pipe.memory())
-    rank  stage  keeps  copied  device   host  measured
-       0      0   32 B          64 B
-       1      1   32 B          32 B
-    keeps, copied: one micro-batch; device, host: the peak by the plan; measured: that of the host
+    rank  stage  keeps  device
+       0      0   32 B    64 B
+       1      1   32 B    32 B
+    keeps, copied: one micro-batch; device, host: peaks by the plan; measured: that of the host
     """
 
-    plan: Plan
-    stages: dict[int, StageMemory]
-    peaks: list[int]
-    """What torch has allocated at most in each process, in all its steps; 0 on the CPU."""
+    def __init__(
+        self, plan: Plan, costs: Costs | None, found: Mapping[int, Sequence[int]], peaks: list[int]
+    ) -> None:
+        """``found`` has the measured sizes; ``peaks`` what torch allocated in each process."""
+        super().__init__()
+        self._rank_of, self._peaks = plan.placement.rank_of, peaks
+        whole = costs.of("activation", plan.stages) if costs else [0.0] * plan.stages
+        for stage, rank in enumerate(self._rank_of):
+            only = tuple(keeps * (other == stage) for other, keeps in enumerate(whole))
+            each = replace(costs or Costs(), activation=only)
+            device, host = (float(peak_memory(plan, each, host=x)[rank]) for x in (False, True))
+            copied, measured = found[stage]
+            self[stage] = StageMemory(float(whole[stage]), copied, device, host, measured)
 
     def __str__(self) -> str:
-        lines = [["rank", "stage", "keeps", "copied", "device", "host", "measured"]]
-        for rank in range(self.plan.ranks):
-            for place, stage in enumerate(self.plan.placement.stages_of(rank)):
-                each = self.stages[stage]
-                sizes = each.keeps, each.copied, each.device, each.host, each.most_on_host
-                texts = [size_text(size) if size else "" for size in sizes]
-                lines.append(["" if place else str(rank), str(stage), *texts])
-        text = table(lines)
-        text += "\nkeeps, copied: one micro-batch; device, host: the peak by the plan; measured: "
-        text += "that of the host"
-        for process, peak in enumerate(self.peaks):
+        lines = [["rank", "stage", *StageMemory._fields]]
+        for stage in sorted(self, key=lambda stage: (self._rank_of[stage], stage)):
+            sizes = [size_text(size) if size else "" for size in self[stage]]
+            lines.append([str(self._rank_of[stage]), str(stage), *sizes])
+        notes = "keeps, copied: one micro-batch; device, host: peaks by the plan; measured: that "
+        text = f"{table(lines)}\n{notes}of the host"
+        for process, peak in enumerate(self._peaks):
             text += f"\nprocess {process}: {size_text(peak)} at most, by torch" * bool(peak)
         return text
 
 
 def memory_of(built: Any) -> Memory:
     """The memory of a pipeline; all ranks take part."""
-    plan, costs, needs = built.plan, built.table.work, built.table.needs
-    device = built.ranks.device
+    device, stages = built.ranks.device, built.schedule._stages
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    mine = [[s.stage_index, s.copied, s.most_on_host] for s in built.schedule._stages]
-    shared = share_values(
-        built.ranks.transport,
-        [peak, mine],
-        (int, [(int, int, int)]),
-        "memory()",
-        what="the memory",
-    )
-    found = dict[int, StageMemory]()
-    for _, stages in shared:
-        for stage, copied, most in stages:
-            device_bytes = host = None
-            if costs is not None:
-                only = [0.0] * plan.stages
-                only[stage] = float(costs.of("activation", plan.stages)[stage])
-                alone = replace(costs, activation=tuple(only))
-                rank = plan.placement.rank_of[stage]
-                device_bytes, host = (
-                    float(peak_memory(plan, alone, host=on_host)[rank]) for on_host in (False, True)
-                )
-            keeps = None if needs is None else needs[stage].keeps
-            found[stage] = StageMemory(
-                keeps=keeps, copied=copied, device=device_bytes, host=host, most_on_host=most
-            )
-    return Memory(plan, found, [peak for peak, _ in shared])
+    mine = [[s.stage_index, s.copied, s.most_on_host] for s in stages]
+    shape = (int, [(int, int, int)])
+    call = "memory()"
+    shared = share_values(built.ranks.transport, [peak, mine], shape, call, what="the memory")
+    found = {stage: sizes for _, process in shared for stage, *sizes in process}
+    return Memory(built.plan, built.table.work, found, [peak for peak, _ in shared])
 
 
 def fitted(

@@ -53,9 +53,9 @@ def test_a_plan_that_fits(share: float) -> None:
         expected = train(plain)
     assert_equal(train(pipe), expected)
     found = pipe.memory()
-    for stage in found.stages.values():
-        assert bool(stage.host) == bool(stage.copied) == bool(stage.most_on_host)
-        assert stage.copied <= stage.most_on_host
+    for stage in found.values():
+        assert bool(stage.host) == bool(stage.copied) == bool(stage.measured)
+        assert stage.copied <= stage.measured
     assert "measured" in str(found)
 
 
