@@ -135,7 +135,7 @@ class Watch:
 
     def _computes(self) -> bool:
         instruction, frame = self._instruction, self._frame()
-        if frame is None or (instruction is not None and instruction.action.kind > Kind.W):
+        if frame is None or (instruction is not None and instruction.action.kind >= Kind.SEND_F):
             return False
         return not _shows_wait(frame)
 

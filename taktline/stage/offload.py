@@ -23,7 +23,6 @@ from functools import cache
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from taktline.checks import number_in_environment
@@ -129,7 +128,7 @@ class _Unpack:
                 f"inplace operation: a saved tensor of shape {[*tensor.shape]} is at version "
                 f"{tensor._version}; expected version {version} instead"
             )
-        if tensor.numel() and not tensor.untyped_storage().nbytes():
+        if _is_plain(tensor) and tensor.numel() and not tensor.untyped_storage().nbytes():
             raise OffloadError(
                 f"a saved tensor of shape {[*tensor.shape]} is on the host: call no backward "
                 "yourself in a stage that is offloaded"
@@ -159,7 +158,7 @@ class Activations:
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         # Detached: an output refers to its node, which will refer to what is returned here.
         saved = tensor.detach()
-        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided:
+        if _is_plain(saved):
             storage = saved.untyped_storage()
             _, count = self._noted.get(storage._cdata, (storage, 0))
             self._noted[storage._cdata] = storage, count + 1
@@ -216,6 +215,11 @@ class Activations:
             self._copies.synchronize()
             self._copies.give(host for _, host in self._moved)
             self._moved.clear()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all that its storage is for: no DTensor, and not sparse."""
+    return type(tensor) is torch.Tensor and tensor.layout == torch.strided
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
