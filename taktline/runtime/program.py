@@ -29,6 +29,7 @@ from taktline.meta import Signature
 from taktline.plan import Action, Kind, Plan
 from taktline.runtime.ports import Incoming, Outgoing, PeerFailed, ports_of
 from taktline.runtime.runnable_plan import merged
+from taktline.runtime.saving import SavingWork, saving_works
 from taktline.runtime.stage_actions import (
     Binding,
     Handover,
@@ -40,7 +41,6 @@ from taktline.runtime.stage_actions import (
 from taktline.side_values import Replay, SideValues, without_skips
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
-from taktline.stage.offload import Activations
 from taktline.stage.split_backward import accumulate
 from taktline.stage.stage import parameters_of
 from taktline.transport import Channel
@@ -219,21 +219,20 @@ def bind(binding: Binding, known: Signatures | None) -> Program:
     """The program of this process; without known signatures each message describes itself."""
     rank_of, alone = binding.plan.placement.rank_of, binding.alone
     ports = ports_of(binding, known)
-    works = {index: Work(binding, known, index, ports[index]) for index in binding.stages}
+    saves = binding.plan.saves_memory
+    works: Mapping[int, Work]
+    if saves:
+        works = saving_works(binding, known, ports)
+    else:
+        works = {index: Work(binding, known, index, ports[index]) for index in binding.stages}
     rows = merged(binding.plan) if alone else binding.plan.rows_of(binding.transport.rank)
-    leaving = [list[Activations]() for _ in range(binding.plan.ranks)]
-    for index, work in works.items():
-        work.leaving = leaving[rank_of[index]]
     each = [
         instruction
         for row in range(len(rows))
         if (instruction := _instruction(rows.leaf(row), binding.stages, works, ports, rank_of))
     ]
-    moves = binding.plan.has(Kind.OFFLOAD, Kind.RECOMPUTE)
-    if moves:
-        each = _without_activations(each, works)
     loop = None
-    if alone and known is not None and binding.trains and not (binding.draws or moves):
+    if alone and known is not None and binding.trains and not (binding.draws or saves):
         loop = plain_loop(each, binding, known)
     quickest = loop or join(each, binding.stages, works)
 
@@ -265,10 +264,11 @@ def _instruction(
             arrives = port.gradients_in
             run = work.backward if action.kind == Kind.B else work.backward_input
             waits = after and f"gradients from {after} (stage {stage + 1})"
-        case Kind.W | Kind.OFFLOAD | Kind.RELOAD | Kind.RECOMPUTE:
-            runs = work.backward_weight, work.offload, work.reload, work.recompute
-            kinds = Kind.W, Kind.OFFLOAD, Kind.RELOAD, Kind.RECOMPUTE
-            return Instruction(action, partial(runs[kinds.index(action.kind)], m), None)
+        case Kind.W:
+            return Instruction(action, partial(work.backward_weight, m), None)
+        case Kind.OFFLOAD | Kind.RELOAD | Kind.RECOMPUTE:
+            assert isinstance(work, SavingWork)
+            return Instruction(action, partial(work.run, action.kind, m), None)
         case Kind.RECV_F | Kind.RECV_B:
             arrives = port.activations_in if action.kind == Kind.RECV_F else port.gradients_in
             return Instruction(action, partial(arrives.post, m), partial(arrives.post, m))
@@ -278,23 +278,6 @@ def _instruction(
             waits = f"{after if forward else before} to receive what was sent"
             return Instruction(action, partial(out.send, m), partial(out.fail, m), waits)
     return Instruction(action, partial(run, m), arrives and partial(arrives.discard, m), waits)
-
-
-def _without_activations(
-    instructions: Sequence[Instruction], works: Mapping[int, Work]
-) -> list[Instruction]:
-    """The same with forwards for what is offloaded, or recomputed."""
-    found = list(instructions)
-    forwards = {
-        each.action: place for place, each in enumerate(found) if each.action.kind == Kind.F
-    }
-    for each in instructions:
-        stage, m, kind = each.action.stage, each.action.microbatch, each.action.kind
-        if kind in (Kind.OFFLOAD, Kind.RECOMPUTE):
-            place, work = forwards[Action(stage, Kind.F, m)], works[stage]
-            run = work.forward_noted if kind == Kind.OFFLOAD else work.forward_briefly
-            found[place] = replace(found[place], run=partial(run, m))
-    return found
 
 
 def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:

@@ -32,10 +32,9 @@ from taktline.runtime.capture.captures import Captures
 from taktline.runtime.introduction import introduce, options_of, whole_model
 from taktline.runtime.microbatch import Batch, Call, Cutter, Feed, merge_chunks
 from taktline.runtime.program import Failure, Program, bind, channels_of
-from taktline.runtime.recompute import random_states
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Limits, Runnable
-from taktline.runtime.stage_actions import Binding, Signatures
+from taktline.runtime.stage_actions import Binding, Signatures, random_states
 from taktline.runtime.ties import Ties, uses_of
 from taktline.runtime.trace import TraceRecorder, run_named
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded

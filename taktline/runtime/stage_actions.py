@@ -1,28 +1,26 @@
-"""The actions of a stage that compute (F, RECOMPUTE, B, I, W) or move what a forward has saved.
-
-And the random numbers that they draw.
-"""
+"""The compute actions of a stage (F, B, I, W), and the random numbers that they draw."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
 from taktline import pytree
-from taktline.errors import LossError, OffloadError
+from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten, is_sharded, local, root_gradient
 from taktline.plan import Plan
 from taktline.runtime.microbatch import Feed
-from taktline.runtime.recompute import Again, Values, dropping
 from taktline.side_values import SideValues, check_loss, with_skips, without_skips
 from taktline.stage import PipelineStage
-from taktline.stage.offload import Activations
 from taktline.transport import Transport
+
+Values: TypeAlias = tuple[Sequence[Any], pytree.TreeSpec | None]
+"""Leaves with their tree; None: the leaves are the arguments themselves."""
 
 OwnLosses: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
 """A stage's own losses, and their root gradients."""
@@ -145,6 +143,9 @@ class Work:
     (skips, losses of its own, a seed, containers) cost next to nothing.
     """
 
+    redraws = False
+    """Whether a recomputed forward has drawn random numbers."""
+
     def __init__(
         self, binding: Binding, known: Signatures | None, stage: int, ports: Ports
     ) -> None:
@@ -166,12 +167,6 @@ class Work:
         """The side values of the next forward; replaced once a forward has used it."""
         self._kept = [_NOT_KEPT] * binding.plan.microbatches
         """For each micro-batch, from F to B or I."""
-        self._again: dict[int, Again] = {}
-        """What recomputed forwards have begun with, from F to RECOMPUTE."""
-        self.redraws = False
-        """Whether a recomputed forward has drawn random numbers."""
-        self.leaving: list[Activations] = []
-        """What the rank copies to the host at the moment."""
 
     def forward(self, microbatch: int) -> None:
         """F."""
@@ -226,68 +221,6 @@ class Work:
         if used:
             own = self._note(microbatch, side, own)
         return inputs, results, own, side if used else None
-
-    def forward_noted(self, microbatch: int) -> None:
-        """F of what is offloaded."""
-        with self._stage.noting(microbatch):
-            self.forward(microbatch)
-
-    def offload(self, microbatch: int) -> None:
-        """OFFLOAD: the copies of the rank before have ended, and their memory is free."""
-        self._release()
-        self.leaving.append(self._stage.leave(microbatch))
-
-    def reload(self, microbatch: int) -> None:
-        """RELOAD, likewise."""
-        self._release()
-        self._stage.away[microbatch].come_back()
-
-    def _release(self) -> None:
-        while self.leaving:
-            self.leaving.pop().release()
-
-    def forward_briefly(self, microbatch: int) -> None:
-        """F of what is recomputed: keeps what has arrived, and not what its backward needs."""
-        into, feed, values = self.ports.activations_in, self._feed, None
-        if self._stage.grad_sync is not None:
-            raise OffloadError(
-                "RECOMPUTE of a stage in DDP or FSDP, which take each forward for one of its own; "
-                "checkpoint its blocks instead, in prepare="
-            )
-        if into is not None:
-            values = into.take(microbatch)
-            if self.arrived is not None:
-                self.arrived()
-        given = [feed.keywords[microbatch], values[0] if values else feed.arguments[microbatch]]
-        again = Again(self._stage, values, given, draws=self._binding.seed is None)
-        with self._between(microbatch, values, self.ports.activations_out), dropping():
-            self.compute(microbatch)
-        self.redraws |= again.learn()
-        self._again[microbatch] = again
-
-    def recompute(self, microbatch: int) -> None:
-        """RECOMPUTE: the same forward, which counts nothing and hands nothing on."""
-        again, feed, out = self._again.pop(microbatch), self._feed, self.ports.activations_out
-        self._feed = replace(feed, outputs=None, losses={}, aux_losses={}, observed=[])
-        nowhere = None if out is None else Handover(detached=False)
-        try:
-            with again.as_before(), self._between(microbatch, again.values, nowhere):
-                self.forward(microbatch)
-        finally:
-            self._feed = feed
-
-    @contextmanager
-    def _between(self, microbatch: int, values: Values | None, out: Any) -> Iterator[None]:
-        """Inside, the values arrive again, and the output goes to ``out``."""
-        ports, into = self.ports, None
-        if values is not None:
-            into = Handover(detached=False)
-            into.give(microbatch, *values)
-        self.ports = replace(ports, activations_in=into, activations_out=out)
-        try:
-            yield
-        finally:
-            self.ports = ports
 
     def backward(self, microbatch: int) -> None:
         """B."""
@@ -465,3 +398,11 @@ def seeded(key: tuple[int, int, int, int], device: torch.device) -> Iterator[Non
             with module.device(each):
                 module.manual_seed(seed)
         yield
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that stages draw from."""
+    states = [torch.default_generator.get_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states

@@ -1,4 +1,4 @@
-"""Forwards that run again before their backward, with the same values and random numbers.
+"""The actions that save memory: OFFLOAD and RELOAD (see ``stage/offload.py``), and RECOMPUTE.
 
 ::
 
@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -18,10 +20,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from taktline import pytree
 from taktline.errors import OffloadError
+from taktline.plan import Kind
+from taktline.runtime.stage_actions import (
+    Binding,
+    Handover,
+    Ports,
+    Signatures,
+    Values,
+    Work,
+    random_states,
+)
 from taktline.stage import PipelineStage
-
-Values: TypeAlias = tuple[Sequence[Any], pytree.TreeSpec | None]
-"""Leaves with their tree; None: the leaves are the arguments themselves."""
+from taktline.stage.offload import Activations
 
 _Buffer: TypeAlias = tuple[nn.Module, str, torch.Tensor, torch.Tensor]
 """A buffer of a module, by its name, with a copy of its numbers."""
@@ -37,6 +47,105 @@ def _refuse(_: object) -> NoReturn:
         "a forward that is recomputed calls a backward itself, but what that needs was not saved; "
         "offload its stage instead"
     )
+
+
+class SavingWork(Work):
+    """The work of a stage in a plan with such actions."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        known: Signatures | None,
+        stage: int,
+        ports: Ports,
+        leaving: list[Activations],
+    ) -> None:
+        """``leaving`` is what the rank copies to the host at the moment."""
+        super().__init__(binding, known, stage, ports)
+        self._leaving = leaving
+        rows = binding.plan.rows
+        self._offloaded, self._recomputed = (
+            set(rows.microbatch[(rows.stage == stage) & (rows.kind == kind)].tolist())
+            for kind in (Kind.OFFLOAD, Kind.RECOMPUTE)
+        )
+        self._again: dict[int, Again] = {}
+        """What recomputed forwards have begun with, from F to RECOMPUTE."""
+
+    def forward(self, microbatch: int) -> None:
+        """F."""
+        if microbatch in self._offloaded:
+            with self._stage.noting(microbatch):
+                super().forward(microbatch)
+        elif microbatch in self._recomputed:
+            self._forward_briefly(microbatch)
+        else:
+            super().forward(microbatch)
+
+    def run(self, kind: Kind, microbatch: int) -> None:
+        """OFFLOAD, RELOAD or RECOMPUTE."""
+        if kind == Kind.RECOMPUTE:
+            self._recompute(microbatch)
+            return
+        while self._leaving:  # the copies of the rank before have ended, and their memory is free
+            self._leaving.pop().release()
+        if kind == Kind.OFFLOAD:
+            self._leaving.append(self._stage.leave(microbatch))
+        else:
+            self._stage.away[microbatch].come_back()
+
+    def _forward_briefly(self, microbatch: int) -> None:
+        """Keep what has arrived, and not what the backward needs."""
+        into, feed, values = self.ports.activations_in, self._feed, None
+        if self._stage.grad_sync is not None:
+            raise OffloadError(
+                "RECOMPUTE of a stage in DDP or FSDP, which take each forward for one of its own; "
+                "checkpoint its blocks instead, in prepare="
+            )
+        if into is not None:
+            values = into.take(microbatch)
+            if self.arrived is not None:
+                self.arrived()
+        given = [feed.keywords[microbatch], values[0] if values else feed.arguments[microbatch]]
+        again = Again(self._stage, values, given, draws=self._binding.seed is None)
+        with self._between(microbatch, values, self.ports.activations_out), dropping():
+            self.compute(microbatch)
+        self.redraws |= again.learn()
+        self._again[microbatch] = again
+
+    def _recompute(self, microbatch: int) -> None:
+        """Run the same forward, which counts nothing and hands nothing on."""
+        again, feed, out = self._again.pop(microbatch), self._feed, self.ports.activations_out
+        self._feed = replace(feed, outputs=None, losses={}, aux_losses={}, observed=[])
+        nowhere = None if out is None else Handover(detached=False)
+        try:
+            with again.as_before(), self._between(microbatch, again.values, nowhere):
+                super().forward(microbatch)
+        finally:
+            self._feed = feed
+
+    @contextmanager
+    def _between(self, microbatch: int, values: Values | None, out: Any) -> Iterator[None]:
+        """Inside, the values arrive again, and the output goes to ``out``."""
+        ports, into = self.ports, None
+        if values is not None:
+            into = Handover(detached=False)
+            into.give(microbatch, *values)
+        self.ports = replace(ports, activations_in=into, activations_out=out)
+        try:
+            yield
+        finally:
+            self.ports = ports
+
+
+def saving_works(
+    binding: Binding, known: Signatures | None, ports: Mapping[int, Ports]
+) -> dict[int, SavingWork]:
+    """The work of all stages here."""
+    rank_of, leaving = binding.plan.placement.rank_of, defaultdict[int, list[Activations]](list)
+    return {
+        stage: SavingWork(binding, known, stage, ports[stage], leaving[rank_of[stage]])
+        for stage in binding.stages
+    }
 
 
 class Again:
@@ -116,14 +225,6 @@ def _put_back(
         torch.default_generator.set_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, device)
-
-
-def random_states(device: torch.device) -> list[torch.Tensor]:
-    """The states of the generators that stages draw from."""
-    states = [torch.default_generator.get_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
 
 
 def _is_captured(stage: PipelineStage) -> bool:
