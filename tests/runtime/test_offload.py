@@ -217,22 +217,18 @@ class Looks(Block):
         return self
 
 
-def looked(mode: Choose) -> list[int]:
+def test_memory_of_the_device_is_free() -> None:
+    """Of what is offloaded, one forward's is under way, and so still there in the next."""
     plan = Plan.from_actions([[f"0F{m}" for m in range(6)] + [f"0B{m}" for m in range(6)]])
     seen: list[int] = []
-    pipe = pipeline([Looks(seen)], saving(plan, mode))
+    pipe = pipeline([Looks(seen)], saving(plan, MODES["offload all"]))
     gc.collect()
     gc.freeze()
     train(pipe, steps=2)
     gc.unfreeze()
-    return [each - seen[6] for each in seen[6:12]]
-
-
-def test_memory_of_the_device_is_free() -> None:
-    """What is saved grows with each forward, unless it is offloaded: then one is under way."""
-    held, away = looked(lambda s, m: ""), looked(MODES["offload all"])
-    assert held == sorted(held)
-    assert 0 < max(away) < held[2]
+    before, *away = seen[6:12]
+    assert away[0] > before
+    assert max(away[1:]) < 1.1 * away[0]
 
 
 class Output(nn.Module):
@@ -276,8 +272,7 @@ def test_what_was_sent_is_not_kept(workers: Workers) -> None:
     assert [hidden for hidden, _ in first] == [1, 2, 3]
     assert [output for _, output in first] == [0, 0, 0]
     for alive in workers.run(run_outputs, "RECOMPUTE", ranks=2):
-        assert alive[0][0] == 0
-        assert [hidden for hidden, _ in alive] == [0, 0, 0]
+        assert [hidden for hidden, _ in alive[:3]] == [0, 0, 0]
 
 
 # What goes wrong.
