@@ -3,13 +3,12 @@
     python benchmarks/offload.py            4 local ranks, then 2 nccl ranks that share the GPU
     python benchmarks/offload.py --tiny     the same script on the CPU, as without a GPU
 
-A GPT with long sequences in interleaved 1F1B. First the bandwidth of a rank to and from the host is measured,
-alone and with both directions at once, and how long each stage computes. From these the plans are
-made, which offload as much as halves the peak of activations, or leaves 30% of it. The peak is what
-the allocator had at most in a step, less what it had before (weights, gradients); it has all ranks
-of a process. Then stages are recomputed so that the peak is that of ``torch.utils.checkpoint``
-around all blocks. All take turns; times are medians. Gradients are compared with those of the plan
-that saves nothing.
+A GPT with long sequences in interleaved 1F1B. First the bandwidth of a rank to and from the host is
+measured, alone and with both directions at once, and how long each stage computes. From these the
+plans are made, which offload, or recompute, so much that the ranks have half or 30% of their
+activations at most; beside them runs ``torch.utils.checkpoint`` around all blocks. The peak is what
+the allocator had at most in a step, less what it had before (weights, gradients). All take turns;
+times are medians. Gradients are compared with those of the plan that saves nothing.
 """
 
 from __future__ import annotations

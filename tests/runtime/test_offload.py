@@ -17,6 +17,7 @@ from taktline.plan import Action, Kind, Plan
 from taktline.plan.action import Overlap
 from taktline.stage.offload import copies_on
 from taktline.stage.split_backward import Product
+from tests.runtime import parallel
 from tests.runtime.features import DYNAMIC, FEATURES, INEXACT
 from tests.runtime.scenarios import (
     SCHEDULES,
@@ -27,7 +28,7 @@ from tests.runtime.scenarios import (
     run_stages,
 )
 from tests.runtime.test_capture import Graphs, capture
-from tests.workers import Workers
+from tests.workers import Workers, WorkersFailed
 
 CPU = torch.device("cpu")
 Choose = Callable[[int, int], str]
@@ -275,7 +276,27 @@ def test_what_was_sent_is_not_kept(workers: Workers) -> None:
         assert [hidden for hidden, _ in alive[:3]] == [0, 0, 0]
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", ["ddp", "nested_fsdp"])
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
+def test_stages_in_wrappers(workers: Workers, schedule: str, wrapper: str) -> None:
+    case = parallel.Case(schedule, parallel.WRAPPERS[wrapper], ("step", "update", "step"))
+    plan = parallel.texts(saving(case.plan, MODES["offload some"]))
+    parallel.assert_like_plain(workers.run(parallel.run_case, case, plan, ranks=4), case)
+
+
 # What goes wrong.
+
+
+@pytest.mark.processes
+def test_a_stage_in_a_wrapper_is_not_recomputed(workers: Workers) -> None:
+    case = parallel.Case("Schedule1F1B", parallel.WRAPPERS["ddp"])
+    plan = parallel.texts(saving(case.plan, MODES["recompute all"]))
+    with pytest.raises(WorkersFailed) as failed:
+        workers.run(parallel.run_case, case, plan, ranks=4)
+    assert len(failed.value.errors) == 4
+    for error in failed.value.errors.values():
+        assert "RECOMPUTE of a stage in DDP" in str(error)
 
 
 class Fails(Block):
