@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import ScheduleError
-from taktline.plan import Costs, Plan, build, fit_memory, lower, peak_memory, simulate
-from taktline.runtime.runnable_plan import merged
+from taktline.plan import Costs, Kind, Plan, build, fit_memory, peak_memory, simulate
 from taktline.stage.offload import copies_on
 
 
@@ -246,11 +246,17 @@ def report(runs: Sequence[Run], costs: Costs, *, local: bool) -> None:
 
 
 def expected(plan: Plan, costs: Costs, *, local: bool) -> tuple[float, float]:
-    """The time and the peak by the plan; of local ranks, which share the GPU, all work in turn."""
+    """The time and the peak by the plan.
+
+    Local ranks compute in turn, and one that waits for a copy is no reason for others to wait: they
+    take as long as all of their work, or as the copies of one direction.
+    """
     if not local:
         return simulate(plan, costs).makespan, float(peak_memory(plan, costs)[0])
-    one = Plan.from_actions([[str(a) for a in merged(lower(plan)).actions()]])
-    return simulate(one, costs).makespan, float(peak_memory(one, costs)[0])
+    durations, kind = costs.durations(plan), plan.rows.kind
+    copies = [durations[kind == each].sum() for each in (Kind.OFFLOAD, Kind.RELOAD)]
+    work = durations.sum() - sum(copies)
+    return float(max(work, *copies)), float(peak_memory(plan, costs).sum())
 
 
 def nccl_rank(rank: int, size: Size, port: int) -> None:
@@ -277,7 +283,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     if options.only != "local":
-        torch.multiprocessing.spawn(nccl_rank, (SIZES["nccl"], 29533), nprocs=2)
+        spawn(nccl_rank, (SIZES["nccl"], 29533), nprocs=2)
 
 
 if __name__ == "__main__":

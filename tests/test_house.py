@@ -33,7 +33,7 @@ BUDGETS = {
     "stage": 2_050,
     "transport": 3_565,
     "runtime": 5_778,
-    "train": 3_682,
+    "train": 3_670,
     "checkpoint": 1_819,
     "render": 849,
     "cli": 1_597,

@@ -79,9 +79,7 @@ class Copies:
         for buffer in buffers:
             self._free.setdefault(buffer.nbytes, []).append(buffer)
 
-    def copy(
-        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, inward: bool
-    ) -> torch.cuda.Event | None:
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, inward: bool) -> Any:
         """Copy to the first of each pair; returns the end of it, unless it has ended."""
         stream = self._streams[inward] if self._streams else None
         if stream is not None:
@@ -93,7 +91,7 @@ class Copies:
             self.latest = began, self.stamp()
         return None if stream is None else stream.record_event()
 
-    def wait(self, end: torch.cuda.Event | None) -> None:
+    def wait(self, end: Any) -> None:
         """Let the current stream wait for the end of a copy."""
         if end is not None:
             torch.cuda.current_stream(self.device).wait_event(end)

@@ -413,7 +413,7 @@ def accumulate(
 ) -> None:
     """Add gradients to the ``.grad`` of ``inputs``, or of all leaves, and free the graph."""
     if _engine is None:
-        torch.autograd.backward(tuple(roots), tuple(gradients), inputs=tuple(inputs) or None)
+        torch.autograd.backward([*roots], tuple(gradients), inputs=tuple(inputs) or None)
         return
     _engine.run_backward(
         tuple(roots),

@@ -32,7 +32,7 @@ from taktline.errors import (
     text_of,
 )
 from taktline.plan import Kind, NamedSchedule, Plan, find, read
-from taktline.plan.io import from_json, read_cuts, to_json
+from taktline.plan.io import read_cuts
 from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.introduction import BUILDING, compared, together
 from taktline.runtime.schedule import Schedule
@@ -183,7 +183,7 @@ def build(given: SimpleNamespace) -> Built:
         table = StageTable.of(plan, modules, given.example, ranks.transport)
         table.prepared = given.prepare is not None
         if given.memory is not None and not choice:
-            plan = table.plan = _within(given, plan, table, modules, ranks)
+            plan = table.plan = fitted(plan, table, modules, given.memory, ranks)
         own = {stage: modules[stage] for stage in ranks.stages_of(plan)}
         ready = together(ranks, lambda: _ready(given, own, ranks))
         state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
@@ -195,22 +195,6 @@ def build(given: SimpleNamespace) -> Built:
     with guarded(ranks.transport, BUILDING):
         built.schedule._runner.connect()
     return built
-
-
-def _within(
-    given: SimpleNamespace,
-    plan: Plan,
-    table: StageTable,
-    modules: Mapping[int, nn.Module],
-    ranks: Ranks,
-) -> Plan:
-    """The plan within ``memory``, as the first process finds it, by the speed of its device."""
-
-    def found() -> str:
-        first = not ranks.processes.place
-        return to_json(fitted(plan, table, modules, given.memory, ranks.device)) if first else ""
-
-    return from_json(ranks.processes.everywhere(found, "fit the plan", BUILDING)[0])
 
 
 @dataclass(slots=True, weakref_slot=True)

@@ -14,9 +14,12 @@ from torch import nn
 from taktline.errors import ScheduleError
 from taktline.plan import Costs, Plan, fit_memory, peak_memory
 from taktline.plan.candidates import TRAINING
+from taktline.plan.io import from_json, to_json
+from taktline.runtime.introduction import BUILDING
 from taktline.stage.offload import copies_on
 from taktline.text import size_text, table
 from taktline.train.auto import limits_of
+from taktline.train.ranks import Ranks
 from taktline.train.stage_table import StageTable
 from taktline.train.trial import weights_of
 from taktline.transport.exchange import share_values
@@ -89,39 +92,40 @@ def memory_of(built: Any) -> Memory:
 
 
 def fitted(
-    plan: Plan,
-    stages: StageTable,
-    modules: Mapping[int, nn.Module],
-    memory: Any,
-    device: torch.device,
+    plan: Plan, stages: StageTable, modules: Mapping[int, nn.Module], memory: Any, ranks: Ranks
 ) -> Plan:
-    """The plan with what saves memory, so that each rank keeps within its own.
+    """The plan with what saves memory, so that each rank keeps within its own; on all ranks.
 
-    The costs are counted: what is copied takes its bytes by the measured bandwidth of the device.
+    The costs are counted, and the first process finds the plan, by the speed of its device.
     """
-    limits, costs, needs = limits_of(memory, plan.ranks), stages.work, stages.needs
-    if costs is None or needs is None:
-        raise ScheduleError(
-            "memory= fits the plan to what stages keep, which is counted with an example: pass "
-            "example=(…), the arguments of one micro-batch, and all stages; or leave out memory="
-        )
-    assert limits is not None
-    room = list[float]()
-    for rank, limit in enumerate(limits):
-        held = TRAINING * sum(weights_of(modules[s]) for s in plan.placement.stages_of(rank))
-        if held >= limit:
+
+    def found() -> str:
+        if ranks.processes.place:
+            return ""
+        limits, costs, needs = limits_of(memory, plan.ranks), stages.work, stages.needs
+        if costs is None or needs is None:
             raise ScheduleError(
-                f"rank {rank} needs {size_text(held)} for its weights, their gradients and an "
-                f"optimizer like Adam, which is not less than memory={size_text(limit)}; pass more "
-                "memory, or start more ranks"
+                "memory= fits the plan to what stages keep, which is counted with an example: pass "
+                "example=(…), the arguments of one micro-batch, and all stages"
             )
-        room.append(limit - held)
-    operations, bandwidth = speeds(device)
-    copies = tuple(operations * need.keeps / bandwidth for need in needs)
-    arrives = (0, *(need.sends for need in needs[:-1]))
-    kept = tuple(float(min(a, need.keeps)) for a, need in zip(arrives, needs, strict=True))
-    more: Any = {"offload": copies, "recompute": costs.forward, "kept_for_recompute": kept}
-    return fit_memory(plan, replace(costs, **more), room)
+        room = list[float]()
+        for rank, limit in enumerate(limits or ()):
+            held = TRAINING * sum(weights_of(modules[s]) for s in plan.placement.stages_of(rank))
+            if held >= limit:
+                raise ScheduleError(
+                    f"rank {rank} needs {size_text(held)} for its weights, their gradients and an "
+                    f"optimizer like Adam, which is not less than memory={size_text(limit)}; pass "
+                    "more memory, or start more ranks"
+                )
+            room.append(limit - held)
+        operations, bandwidth = speeds(ranks.device)
+        copies = tuple(operations * need.keeps / bandwidth for need in needs)
+        arrives = (0, *(need.sends for need in needs))
+        kept = tuple(float(min(a, n.keeps)) for a, n in zip(arrives, needs, strict=False))
+        more: Any = {"offload": copies, "recompute": costs.forward, "kept_for_recompute": kept}
+        return to_json(fit_memory(plan, replace(costs, **more), room))
+
+    return from_json(ranks.processes.everywhere(found, "fit the plan", BUILDING)[0])
 
 
 @cache

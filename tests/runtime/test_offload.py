@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -155,9 +155,9 @@ def train(pipe: tl.Pipeline, *, steps: int = 4, dtype: torch.dtype | None = None
     return [*losses, *grads, *(b for m in modules for b in m.buffers()), torch.rand(1)]
 
 
-def pipeline(modules: list[nn.Module], plan: Plan, **options: Any) -> tl.Pipeline:
+def pipeline(modules: Sequence[nn.Module], plan: Plan, **options: Any) -> tl.Pipeline:
     given = {"loss_fn": nn.functional.mse_loss, "ranks": plan.ranks, **options}
-    return tl.Pipeline(copy.deepcopy(modules), schedule=plan, **given)
+    return tl.Pipeline(copy.deepcopy(list(modules)), schedule=plan, **given)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved_1f1b"])
@@ -331,7 +331,7 @@ def test_the_step_after_a_failure_works(where: str, mode: str) -> None:
     working.stages[1].load_state_dict(failing.stages[1].state_dict())
     with pytest.raises(tl.StageError, match="as the test wants it"):
         train(failing)
-    failing.stages[1].where = ""
+    setattr(failing.stages[1], "where", "")  # noqa: B010
     for p in failing.parameters():
         p.grad = None
     found, plain = train(failing), train(working)

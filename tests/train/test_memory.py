@@ -104,6 +104,6 @@ def test_processes_have_one_plan(workers: Workers) -> None:
     steps = 4
     for rank, (tensors, text) in enumerate(found):
         assert text == found[0][1]
-        own = [p.grad for p in plain.stages[rank].parameters()]
+        own = [p.grad for p in plain.stages[rank].parameters() if p.grad is not None]
         assert_equal(tensors[:steps], expected[:steps])
         assert all(map(torch.equal, tensors[steps:], own))
