@@ -413,7 +413,8 @@ def accumulate(
 ) -> None:
     """Add gradients to the ``.grad`` of ``inputs``, or of all leaves, and free the graph."""
     if _engine is None:
-        torch.autograd.backward([*roots], tuple(gradients), inputs=tuple(inputs) or None)
+        mixed: Any = tuple(roots)
+        torch.autograd.backward(mixed, tuple(gradients), inputs=tuple(inputs) or None)
         return
     _engine.run_backward(
         tuple(roots),
