@@ -235,11 +235,14 @@ def report(runs: Sequence[Run], costs: Costs, *, local: bool) -> None:
     )
     for run in runs:
         time_, peak = expected(run.pipe.plan, costs, local=local)
+        # The plan knows nothing of checkpoints inside of stages.
+        by_plan = [f"{x / y:.3f}" for x, y in zip((time_, peak), whole, strict=True)]
+        by_plan = ["", ""] if run.checkpoints else by_plan
         median = statistics.median(run.times)
         print(
             f"{run.name:22} {median:6.3f} s {median / statistics.median(plain.times):7.3f} "
-            f"{time_ / whole[0]:8.3f} {run.peak / 2**30:6.2f} GiB "
-            f"{run.peak / (plain.peak or 1.0):7.3f} {peak / whole[1]:8.3f} "
+            f"{by_plan[0]:>8} {run.peak / 2**30:6.2f} GiB "
+            f"{run.peak / (plain.peak or 1.0):7.3f} {by_plan[1]:>8} "
             f"{'exact' if run.exact else 'NOT EXACT'}",
             flush=True,
         )
