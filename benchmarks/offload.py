@@ -186,6 +186,10 @@ def compare(size: Size, ranks: int, device: torch.device, *, local: bool) -> Non
     for _ in range(3):
         plain.step(words)
     one, both = bandwidth(device, 1 << (20 if device.type == "cpu" else 28))
+    if not local:  # one plan needs the same costs on all ranks
+        found = torch.tensor([one, both], dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN)
+        one, both = found.tolist()
     with plain.pipe.trace() as trace:
         plain.step(words)
     keeps = tuple(float(need.keeps) for need in plain.pipe._built.table.needs or ())
@@ -203,8 +207,8 @@ def compare(size: Size, ranks: int, device: torch.device, *, local: bool) -> Non
     for name, each in {"offload": costs, "recompute": again}.items():
         for share in (0.5, 0.3):
             try:
-                found = fit_memory(plan, each, limits_of(plan, costs, share))
-                runs.append(made(f"{name} {share:.0%}", found))
+                fitting = fit_memory(plan, each, limits_of(plan, costs, share))
+                runs.append(made(f"{name} {share:.0%}", fitting))
             except ScheduleError as error:
                 print(f"{name} {share:.0%}: {error}")
     runs.append(made("checkpoint all blocks", plan, checkpoints=True))
