@@ -83,7 +83,8 @@ def fit_memory(
 
 def limits_of(name: str, given: Memory, ranks: int) -> FloatArray:
     """A number for each rank, from one for all or one for each."""
-    limits = np.array(given) if given == math.inf else as_numbers(given)
+    unlimited = isinstance(given, float) and given == math.inf
+    limits = np.array(given) if unlimited else as_numbers(given)
     if limits is None or limits.ndim > 1 or (limits < 0).any():
         refuse(name, "a number from 0 up, or one for each rank", given, ScheduleError)
     if limits.ndim and len(limits) != ranks:

@@ -77,6 +77,7 @@ def walk(
     is_stop = queued | (waits >= 0)
     if copy is not None:
         is_stop |= copy >= 0
+        is_stop[1:] |= queued[:-1]  # what comes after a copy does not wait for it
     is_stop[first_rows] = True
     stops, stop_of = np.flatnonzero(is_stop), np.cumsum(is_stop) - 1
     # Times as if no rank ever waited, counted from the last stop.
