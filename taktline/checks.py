@@ -156,12 +156,12 @@ def launched() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def seconds_in_environment(name: str, default: float) -> float:
-    """The number of seconds in an environment variable."""
+def number_in_environment(name: str, default: float, of: str = "seconds") -> float:
+    """The number in an environment variable, more than 0."""
     with suppress(ValueError):
-        if 0 < (seconds := float(os.environ.get(name, default))) < math.inf:
-            return seconds
-    refuse(name, "a number of seconds, more than 0", os.environ[name])
+        if 0 < (number := float(os.environ.get(name, default))) < math.inf:
+            return number
+    refuse(name, f"a number of {of}, more than 0", os.environ[name])
 
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"

@@ -12,7 +12,7 @@
     ├── of numbers          ScheduleError, CostError, PartitionError
     ├── of texts and files  ActionSyntaxError, PlanFileError, JsonError, CheckpointError
     └── of a step           StageError, MismatchError, DataError, LossError, SkipError, SplitError,
-                            StateError
+                            StateError, OffloadError
 
 All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
 """
@@ -177,6 +177,10 @@ class LossError(TaktlineError):
 
 class SplitError(TaktlineError):
     """The two halves of a split backward do not fit together."""
+
+
+class OffloadError(TaktlineError):
+    """What a forward has saved cannot be offloaded, or computed again."""
 
 
 class UseError(TaktlineError):

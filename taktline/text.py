@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -61,6 +62,19 @@ def size_text(count: float) -> str:
     while count >= 1024 and power < len(units) - 1:
         count, power = count / 1024, power + 1
     return f"{count:.1f} {units[power]}" if power else f"{count:g} B"
+
+
+def size_in(text: str) -> float | None:
+    """The bytes that a text such as "16GiB" or "500 MB" says; None if it says none.
+
+    >>> size_in("16GiB"), size_in("1.5 kB"), size_in("many")
+    (17179869184.0, 1500.0, None)
+    """
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kKMGT]?)(i?)B\s*", text)
+    if found is None:
+        return None
+    number, letter, binary = found.groups()
+    return float(number) * (1024 if binary else 1000) ** " KMGT".index(letter.upper() or " ")
 
 
 def table(rows: Sequence[Sequence[str]], left: Iterable[str] = ()) -> str:

@@ -25,7 +25,7 @@ from taktline.checks import (
     check_one_of,
     conform,
     loads,
-    seconds_in_environment,
+    number_in_environment,
     warn,
 )
 from taktline.errors import ArgumentError, JsonError
@@ -61,14 +61,14 @@ def test_what_is_refused(call: Callable[[], Any], message: str) -> None:
 @pytest.mark.parametrize(("text", "seconds"), [("5", 5.0), (" 0.5 ", 0.5), ("1e3", 1000.0)])
 def test_seconds(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     monkeypatch.setenv(NAME, text)
-    assert seconds_in_environment(NAME, 60.0) == seconds
+    assert number_in_environment(NAME, 60.0) == seconds
 
 
 @pytest.mark.parametrize("text", ["abc", "", "nan", "inf", "-1", "0", "5s", "9" * 5000])
 def test_what_is_no_number_of_seconds(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(NAME, text)
     with pytest.raises(ArgumentError, match="SECONDS must be a number of seconds, more than 0"):
-        seconds_in_environment(NAME, 60.0)
+        number_in_environment(NAME, 60.0)
 
 
 values = st.recursive(

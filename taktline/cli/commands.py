@@ -160,7 +160,7 @@ def show(
         return
     screen = Console()
     painted = screen.color_system is not None and not screen.no_color
-    parts = [chart(timelines, width, colour=painted), legend(colour=painted), MEMORY]
+    parts = [chart(timelines, width, colour=painted), legend(timelines, colour=painted), MEMORY]
     typer.echo("\n".join(parts), color=True)
 
 

@@ -5,7 +5,9 @@ from taktline.plan.action import Action, Kind, Overlap, parse
 from taktline.plan.bound import Bound
 from taktline.plan.build import build
 from taktline.plan.costs import Costs, Link
+from taktline.plan.fit import fit_memory
 from taktline.plan.io import read, read_costs, read_timeline, write, write_timeline
+from taktline.plan.memory import memory_curve, peak_memory
 from taktline.plan.optimise import bound, optimise
 from taktline.plan.partition import Partition, balance
 from taktline.plan.passes import add_comm, add_reduce, add_shard, lower, merge_backward, restrict
@@ -14,7 +16,7 @@ from taktline.plan.registry import NamedSchedule, each_rank, find, names, regist
 from taktline.plan.registry import unregister as unregister
 from taktline.plan.rows import Rows
 from taktline.plan.rules import Violation
-from taktline.plan.timeline import Span, Straggler, Timeline, memory_curve, peak_memory, simulate
+from taktline.plan.timeline import Span, Straggler, Timeline, simulate
 from taktline.plan.timeline import stragglers as stragglers
 from taktline.plan.validate import require_valid, validate
 
@@ -43,6 +45,7 @@ __all__ = [
     "build",
     "each_rank",
     "find",
+    "fit_memory",
     "lower",
     "memory_curve",
     "merge_backward",

@@ -5,6 +5,8 @@
     3F7                     stage 3, forward of micro-batch 7
     3B7                     its full backward, or in two halves:
     3I7  3W7                  the gradient of the input, then that of the weights
+    3RECOMPUTE7             the forward again, for the backward: 3F7 then keeps its input only
+    3OFFLOAD7  3RELOAD7     start to copy what 3F7 kept to the host, and back to the device
     3SEND_F7  4RECV_F7      the activation from stage 3 to stage 4
     4SEND_B7  3RECV_B7      its gradient, from stage 4 back to stage 3
     3UNSHARD  3RESHARD      gather and release the parameters of a sharded stage
@@ -12,6 +14,15 @@
     (0F1;3B0)OVERLAP_F_B    a forward and a backward run as one
 
 :func:`parse` and ``str`` are inverse: every action has exactly one text.
+
+Copies run beside the computation, on one engine for each rank and direction, which takes them in
+the order of the rank's list. They are waited for at known places, so that memory follows from the
+order of the actions and not from times:
+
+- A rank that starts a copy, in either direction, first waits until its OFFLOADs before have ended.
+  What they copied leaves the device there. So one OFFLOAD of a rank is under way at a time.
+- A RELOAD takes the memory of what it brings back when it starts.
+- The B or I of a RELOAD waits for its end; after this backward the host's memory is free.
 """
 
 from __future__ import annotations
@@ -35,16 +46,19 @@ class Kind(IntEnum):
     """
 
     F = 0  # forward
-    B = 1  # full backward: I and W in one
-    I = 2  # noqa: E741  backward for the inputs
-    W = 3  # backward for the weights
-    SEND_F = 4  # hand an activation to the next stage
-    RECV_F = 5  # post the receive of an activation
-    SEND_B = 6  # hand a gradient to the previous stage
-    RECV_B = 7  # post the receive of a gradient
-    UNSHARD = 8  # gather a sharded stage's parameters
-    RESHARD = 9  # release them
-    REDUCE_GRAD = 10  # reduce a stage's gradients over the data-parallel ranks
+    RECOMPUTE = 1  # forward again, for what the backward needs
+    B = 2  # full backward: I and W in one
+    I = 3  # noqa: E741  backward for the inputs
+    W = 4  # backward for the weights
+    OFFLOAD = 5  # start to copy what the forward kept to the host
+    RELOAD = 6  # start to copy it back
+    SEND_F = 7  # hand an activation to the next stage
+    RECV_F = 8  # post the receive of an activation
+    SEND_B = 9  # hand a gradient to the previous stage
+    RECV_B = 10  # post the receive of a gradient
+    UNSHARD = 11  # gather a sharded stage's parameters
+    RESHARD = 12  # release them
+    REDUCE_GRAD = 13  # reduce a stage's gradients over the data-parallel ranks
 
     @property
     def is_compute(self) -> bool:
@@ -60,6 +74,9 @@ class Kind(IntEnum):
     def has_microbatch(self) -> bool:
         """Whether this belongs to one micro-batch, not to the stage as a whole."""
         return self <= Kind.RECV_B
+
+
+COPIES = (Kind.OFFLOAD, Kind.RELOAD)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from taktline.checks import check
 from taktline.errors import CostError, ScheduleError
 from taktline.plan.costs import Costs
+from taktline.plan.memory import peak_memory
 from taktline.plan.optimise import optimise
 from taktline.plan.plan import Plan
 from taktline.plan.registry import find
-from taktline.plan.timeline import peak_memory
 
 TUNED = ("zb_h2", "v_half", "v_min")
 """The schedules that are defined by their memory, and take costs."""

@@ -10,13 +10,13 @@ from itertools import combinations
 import numpy as np
 
 from taktline.errors import ScheduleError
+from taktline.plan.memory import peak_memory
 from taktline.plan.optimise import bound, optimise
 from taktline.plan.partition import balance
 from taktline.plan.plan import Placement, Plan
 from taktline.plan.portfolio import fitting
 from taktline.plan.rows import FloatArray
 from taktline.plan.sharing import predict
-from taktline.plan.timeline import peak_memory
 from taktline.plan.units import Units
 from taktline.plan.work import Work
 from taktline.text import counted, size_text, table

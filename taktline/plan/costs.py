@@ -11,7 +11,7 @@ import numpy as np
 
 from taktline.checks import check, check_one_of, refuse
 from taktline.errors import CostError
-from taktline.plan.action import Kind
+from taktline.plan.action import COPIES, Kind
 from taktline.plan.deps import needs
 from taktline.plan.plan import MOST_STAGES, Plan
 from taktline.plan.rows import FloatArray, as_numbers, known_medians
@@ -59,6 +59,8 @@ class Costs:
     backward_weight: PerStage = 1.0
     backward: PerStage | None = None
     """A full backward; by default backward_input + backward_weight."""
+    recompute: PerStage | None = None
+    """A forward that runs again; by default as long as a forward."""
     overlap: PerStage | None = None
     """An overlapped pair, by its forward's stage; by default its forward + its backward."""
     link: Link = Link()
@@ -70,6 +72,14 @@ class Costs:
     """The memory that a forward keeps for the backward, for one micro-batch."""
     kept_for_weight: PerStage | None = None
     """The part of it that a backward_input leaves for the backward_weight; by default all."""
+    kept_for_recompute: PerStage = 0.0
+    """What a forward keeps in place of the activation if it is recomputed."""
+    offloadable: PerStage | None = None
+    """The part of the activation that an OFFLOAD copies; by default all."""
+    offload: PerStage | None = None
+    """The copy of this part to the host, on the rank's engine; by default as long as a forward."""
+    reload: PerStage | None = None
+    """The copy back to the device; by default as long as that to the host."""
     unit: str = ""
     """The unit of time, for people: "ms", for example."""
 
@@ -86,10 +96,10 @@ class Costs:
         check("link", self.link, Link, error=CostError)
         check("comm_blocks", self.comm_blocks, bool, error=CostError)
         check("unit", self.unit, str, error=CostError)
-        if self.kept_for_weight is not None:
-            whole, kept = np.atleast_1d(self.activation), np.atleast_1d(self.kept_for_weight)
-            if (1 in (len(whole), len(kept)) or len(whole) == len(kept)) and (kept > whole).any():
-                raise CostError("kept_for_weight is a part of activation: it cannot be larger")
+        for name in ("kept_for_weight", "kept_for_recompute", "offloadable"):
+            part, whole = np.atleast_1d(getattr(self, name) or 0.0), np.atleast_1d(self.activation)
+            if (1 in (len(whole), len(part)) or len(whole) == len(part)) and (part > whole).any():
+                raise CostError(f"{name} is a part of activation: it cannot be larger")
 
     @property
     def messages_matter(self) -> bool:
@@ -112,10 +122,10 @@ class Costs:
         return np.broadcast_to(np.asarray(value, np.float64), (stages,)).copy()
 
     def durations(self, plan: Plan) -> FloatArray:
-        """How long each row computes; both rows of a pair as long as the pair."""
+        """How long each row computes or copies; both rows of a pair as long as the pair."""
         check("plan", plan, Plan)
         table = np.zeros((len(Kind), plan.stages))
-        for kind, name in _DURATION.items():
+        for kind, name in (_DURATION | _COPY).items():
             table[kind] = self.of(name, plan.stages)
         rows = plan.rows
         duration = table[rows.kind, rows.stage]
@@ -178,12 +188,17 @@ class Costs:
                 "none, and a simulated one has costs already"
             )
         means = np.stack([_means(each) for each in timelines])
-        forward, full, inputs, weights = list[FloatArray](known_medians(means, axis=0))
+        medians = list[FloatArray](known_medians(means, axis=0))
+        forward, again, full, inputs, weights, *copies = medians
         with np.errstate(invalid="ignore"):  # both halves may take no time
             share = _filled(inputs / (inputs + weights), np.full_like(full, 0.5))
         inputs = _filled(np.where(np.isnan(inputs), share * full, inputs), forward)
         weights = _filled(np.where(np.isnan(weights), (1 - share) * full, weights), forward)
         backward = np.where(np.isnan(full), inputs + weights, full)
+        of_memory = {
+            name: None if np.isnan(found).all() else tuple(_filled(found, found))
+            for name, found in zip(("recompute", *_COPY.values()), (again, *copies), strict=True)
+        }
         flights = [flight.mean() for each in timelines if len(flight := _flights(each))]
         return replace(
             timeline.costs,
@@ -194,20 +209,30 @@ class Costs:
             overlap=None,
             link=Link(latency=max(0.0, float(np.median(flights))) if flights else 0.0),
             message_bytes=0.0,
+            **of_memory,
         )
 
 
 _DURATION = {
     Kind.F: "forward",
+    Kind.RECOMPUTE: "recompute",
     Kind.B: "backward",
     Kind.I: "backward_input",
     Kind.W: "backward_weight",
 }
-_PER_STAGE = (*_DURATION.values(), "overlap", "message_bytes", "activation", "kept_for_weight")
+_COPY = dict(zip(COPIES, ("offload", "reload"), strict=True))
+_PER_STAGE = (
+    *(*_DURATION.values(), *_COPY.values(), "overlap", "message_bytes"),
+    *("activation", "kept_for_weight", "kept_for_recompute", "offloadable"),
+)
 _BY_DEFAULT = {
+    "recompute": ("forward",),
     "backward": ("backward_input", "backward_weight"),
     "overlap": ("forward", "backward"),
     "kept_for_weight": ("activation",),
+    "offloadable": ("activation",),
+    "offload": ("forward",),
+    "reload": ("offload",),
 }
 """Those that are the sum of others where they are None."""
 
@@ -219,21 +244,25 @@ def _changed(costs: Link | Costs) -> dict[str, Any]:
 
 
 def _means(timeline: Timeline) -> FloatArray:
-    """A row each for F, B, I and W, with the mean cost at each stage, or nan."""
+    """A row for each kind that computes or copies, with the mean cost at each stage, or nan."""
     plan, rows, rank = timeline.plan, timeline.plan.rows, timeline.plan.rank_of_rows()
-    at = np.flatnonzero(rows.kind <= Kind.W)
-    before = np.concatenate([at[:1], at[:-1]])
-    if timeline.costs.comm_blocks:
-        before = np.maximum(at - 1, 0)  # a send has its own time
-    first, source = (rank[before] != rank[at]) | (before == at), needs(plan).waits[at]
+    at, needed = np.flatnonzero(rows.kind <= Kind.W), needs(plan)
+    lane = at
+    if timeline.costs.comm_blocks:  # a send has its own time
+        lane = np.flatnonzero(~np.isin(rows.kind, COPIES))
+    before = lane[np.maximum(np.searchsorted(lane, at) - 1, 0)]
+    first = (rank[before] != rank[at]) | (before == at)
     ready = np.where(first, timeline.start[at], timeline.end[before])
-    ready = np.where(source >= 0, np.maximum(ready, timeline.arrivals[source]), ready)
+    for source in (needed.waits[at], needed.copy[at]):
+        ready = np.where(source >= 0, np.maximum(ready, timeline.arrivals[source]), ready)
+    cost = timeline.end - timeline.start
     # Clocks differ a little, so a message may seem to arrive after its receiver has started.
-    cost = timeline.end[at] - np.minimum(ready, timeline.start[at])
-    place = rows.kind[at] * plan.stages + rows.stage[at]
-    total, count = (np.bincount(place, w, minlength=4 * plan.stages) for w in (cost, None))
+    cost[at] = timeline.end[at] - np.minimum(ready, timeline.start[at])
+    shown, kinds = np.flatnonzero(rows.kind <= Kind.RELOAD), Kind.RELOAD + 1
+    place, cost = rows.kind[shown] * plan.stages + rows.stage[shown], cost[shown]
+    total, count = (np.bincount(place, w, minlength=kinds * plan.stages) for w in (cost, None))
     with np.errstate(invalid="ignore"):
-        return (total / count).reshape(4, plan.stages)
+        return (total / count).reshape(kinds, plan.stages)
 
 
 def _flights(timeline: Timeline) -> FloatArray:

@@ -6,8 +6,13 @@
     sFm                                        (s-1)Fm
     sBm, sIm        sFm                        (s+1)Bm or (s+1)Im
     sWm             sIm
+    sRECOMPUTEm     sFm
+    sOFFLOADm       sFm
+    sRELOADm        sOFFLOADm
     sSEND_Fm        sFm
     sSEND_Bm        sBm or sIm
+
+Where the plan has ``sRECOMPUTEm`` or ``sRELOADm``, B and I need this in place of ``sFm``.
 
 A neighbour on the same rank hands its result over directly. One on another rank does so too where
 a plan leaves communication implicit; in a lowered plan, what arrives is ``(s-1)SEND_Fm`` or
@@ -20,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from taktline.plan.action import Kind
+from taktline.plan.action import COPIES, Kind
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import BoolArray, IntArray
 
@@ -39,20 +44,25 @@ SENT = {Kind.SEND_F: (Kind.F,), Kind.SEND_B: (Kind.B, Kind.I)}
 """The kinds whose result is sent."""
 
 _WITH_MICROBATCH = sum(kind.has_microbatch for kind in Kind)
-_GRADIENT = _WITH_MICROBATCH
+GRADIENT = _WITH_MICROBATCH
 """In the table of rows, beside the kinds: what computes the input gradient, B or else I."""
+_KEPT = _WITH_MICROBATCH + 1
+"""And what provides all that the backward needs: RELOAD, RECOMPUTE or else F."""
 
 _OWN = {
-    Kind.B: Kind.F,
-    Kind.I: Kind.F,
+    Kind.B: _KEPT,
+    Kind.I: _KEPT,
     Kind.W: Kind.I,
+    Kind.RECOMPUTE: Kind.F,
+    Kind.OFFLOAD: Kind.F,
+    Kind.RELOAD: Kind.OFFLOAD,
     Kind.SEND_F: Kind.F,
-    Kind.SEND_B: _GRADIENT,
+    Kind.SEND_B: GRADIENT,
 }
 _FROM_NEIGHBOUR = {
     Kind.F: (Kind.F, Kind.RECV_F),
-    Kind.B: (_GRADIENT, Kind.RECV_B),
-    Kind.I: (_GRADIENT, Kind.RECV_B),
+    Kind.B: (GRADIENT, Kind.RECV_B),
+    Kind.I: (GRADIENT, Kind.RECV_B),
 }
 """Its result, and what receives this from another rank."""
 
@@ -73,13 +83,17 @@ class Where:
 
     def __init__(self, plan: Plan) -> None:
         # Behind the last stage, and so also at -1, there is one without rows.
-        shape = (_WITH_MICROBATCH + 1, plan.stages + 1, plan.microbatches)
+        shape = (_WITH_MICROBATCH + 2, plan.stages + 1, plan.microbatches)
         self._table = table = np.full(shape, NONE, np.int32)
         rows = plan.rows
         index = np.flatnonzero(exists(plan) & (rows.kind < _WITH_MICROBATCH))
         index = index[::-1]  # where an action is doubled, the first one counts
         table[rows.kind[index], rows.stage[index], rows.microbatch[index]] = index
-        table[_GRADIENT] = np.where(table[Kind.B] >= 0, table[Kind.B], table[Kind.I])
+        table[GRADIENT] = np.where(table[Kind.B] >= 0, table[Kind.B], table[Kind.I])
+        table[_KEPT] = table[Kind.F]
+        if plan.has(Kind.RECOMPUTE, Kind.RELOAD):
+            for kind in (Kind.RECOMPUTE, Kind.RELOAD):
+                table[_KEPT] = np.where(table[kind] >= 0, table[kind], table[_KEPT])
 
     def rows(
         self, kind: int | IntArray, stage: IntArray | int, microbatch: IntArray | int
@@ -103,6 +117,9 @@ class Needs:
     """The RECV that must have been posted on this rank for the arrival."""
     waits: IntArray
     """The arrival where it is on another rank; on its own rank, order is enough."""
+    copy: IntArray
+    """The copy of its own rank that must have ended: the RELOAD of a B or I, and of an OFFLOAD or
+    RELOAD the OFFLOAD before."""
 
 
 def needs(plan: Plan, where: Where | None = None) -> Needs:
@@ -125,7 +142,20 @@ def needs(plan: Plan, where: Where | None = None) -> Needs:
             post[index] = where.rows(receive, stage, microbatch)
     rank = plan.rank_of_rows()
     waits = np.where((arrival >= 0) & (rank[arrival] != rank), arrival, NONE)
-    return Needs(own, arrival, post, waits)
+    return Needs(own, arrival, post, waits, _copies(plan, own, rank))
+
+
+def _copies(plan: Plan, own: IntArray, rank: IntArray) -> IntArray:
+    copy = np.full(len(own), NONE, np.int32)
+    kind = plan.rows.kind
+    offloads = np.flatnonzero(kind == Kind.OFFLOAD)
+    if len(offloads):
+        reloaded = np.isin(kind, (Kind.B, Kind.I)) & (own >= 0) & (kind[own] == Kind.RELOAD)
+        copy[reloaded] = own[reloaded]
+        at = np.flatnonzero(np.isin(kind, COPIES))
+        before = np.append(NONE, offloads)[np.searchsorted(offloads, at)]
+        copy[at] = np.where((before >= 0) & (rank[before] == rank[at]), before, NONE)
+    return copy
 
 
 def channels(plan: Plan) -> IntArray:

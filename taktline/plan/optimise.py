@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, TypeAlias, get_args
 
@@ -14,15 +14,15 @@ from taktline.errors import CostError, PlanError, ScheduleError
 from taktline.plan import solver as solvers
 from taktline.plan.bound import Bound, lower_bound
 from taktline.plan.costs import Costs
+from taktline.plan.fit import Memory, fit_memory, limits_of
 from taktline.plan.plan import Placement, Plan
-from taktline.plan.portfolio import Progress, Search
-from taktline.plan.rows import as_numbers
-from taktline.plan.timeline import By
+from taktline.plan.portfolio import Progress, Search, fitting
+from taktline.plan.rows import FloatArray
+from taktline.plan.timeline import By, simulate
 from taktline.plan.work import MARGIN, Work
 from taktline.text import counted
 
 Shape: TypeAlias = Literal["linear", "v", "looped"]
-Memory: TypeAlias = float | Sequence[float]
 
 
 def bound(
@@ -81,6 +81,7 @@ def optimise(
     ranks: int | None = None,
     microbatches: int,
     memory: Memory | None = None,
+    host: Memory | None = None,
     placement: Placement | Shape = "linear",
     stages_per_rank: int = 2,
     seconds: float = 60.0,
@@ -93,6 +94,8 @@ def optimise(
     """The best plan that is found for these costs, in this memory.
 
     ``memory`` is in the unit of ``costs.activation``: one number for all ranks, or one for each. A
+    Where less is given than any plan needs that keeps all, and the costs name ``offload`` or
+    ``recompute``, plans are fitted into it by :func:`fit_memory`, with up to ``host``. A
     ``placement`` by name has one stage per rank if it is linear, and ``stages_per_rank`` otherwise.
     ``by`` is what is made short: the longest own span of a rank, or the makespan. The search has a
     number of ``rounds``, which ``seconds`` may only cut short: then, and after Ctrl-C, the result
@@ -104,7 +107,8 @@ def optimise(
     >>> simulate(plan).bubble("span") == bound(Costs(), ranks=4, microbatches=8, memory=4).bubble
     True
     """
-    work = _work(costs, ranks, microbatches, memory, placement, stages_per_rank)
+    check("costs", costs, Costs, error=CostError)
+    placement = _placement(ranks, placement, stages_per_rank)
     seconds = _seconds(seconds)
     rounds = None if rounds is None else check("rounds", rounds, int, least=0)
     check_one_of("by", by, get_args(By), error=PlanError)
@@ -113,13 +117,38 @@ def optimise(
         check_callable("progress", progress)
     if solver:
         solvers.require()
+    scarce = False
+    given, saves = memory, costs.offload is not None or costs.recompute is not None
+    if given is not None and saves:
+        limits, least = limits_of("memory", given, placement.ranks), _least(costs, placement)
+        scarce, memory = bool((limits < least).any()), np.maximum(limits, least).tolist()
+    work = _work(costs, ranks, microbatches, memory, placement, stages_per_rank)
     search = Search(work, costs, by, seed, seconds, rounds, progress)
     try:
         search.run(solve=solvers.installed() if solver is None else bool(solver))
     except KeyboardInterrupt:
         if not search.plans and not search.orders:
             raise
-    return search.best()
+    found = search.best()
+    return _fitted(found, costs, given, host, by) if scarce and given is not None else found
+
+
+def _fitted(plan: Plan, costs: Costs, memory: Memory, host: Memory | None, by: By) -> Plan:
+    """The best in less memory of this plan and of all schedules with its placement."""
+    work = _work(costs, None, plan.microbatches, None, plan.placement, 1)
+    found, known = list[Plan](), [plan, *fitting(work, costs)]
+    for each in known:
+        with suppress(ScheduleError):  # this one needs more
+            found.append(fit_memory(each, costs, memory, host=host, by=by))
+    if not found:
+        return fit_memory(plan, costs, memory, host=host, by=by)  # which says what it needs
+    return min(found, key=lambda plan: simulate(plan, costs).cost(by))
+
+
+def _least(costs: Costs, placement: Placement) -> FloatArray:
+    """The memory of each rank for one micro-batch, if it keeps all of it."""
+    whole = costs.of("activation", placement.stages)
+    return np.bincount(placement.rank_of, whole, placement.ranks)
 
 
 def _work(
@@ -134,20 +163,10 @@ def _work(
     check("costs", costs, Costs, error=CostError)
     placement = _placement(ranks, placement, stages_per_rank)
     microbatches = check("microbatches", microbatches, int, least=1, error=ScheduleError)
-    least = np.bincount(
-        placement.rank_of, costs.of("activation", placement.stages), placement.ranks
-    )
+    least = _least(costs, placement)
     if memory is None:
         return Work.of(costs, placement, microbatches, [math.inf] * placement.ranks)
-    limits = as_numbers(memory)
-    if limits is None or limits.ndim > 1 or (limits < 0).any():
-        refuse("memory", "a number from 0 up, or one for each rank", memory, ScheduleError)
-    if limits.ndim and len(limits) != placement.ranks:
-        raise ScheduleError(
-            f"memory is for {counted(len(limits), 'rank')}, but there are {placement.ranks}; pass "
-            "one number for all, or one for each"
-        )
-    limits = np.broadcast_to(limits, placement.ranks).astype(float)
+    limits = limits_of("memory", memory, placement.ranks)
     short = np.flatnonzero(limits * (1 + MARGIN) < least)
     if len(short):
         rank = int(short[0])

@@ -107,12 +107,14 @@ def _shard(rows: Rows, keep_ready: int, ahead: int) -> Rows:
     stages: list[int] = []
     anchors: list[int] = []
     held: list[int] = []
-    for row, wanted, soon in _changes(rows, keep_ready, ahead):
+    computes = np.flatnonzero(rows.kind <= Kind.W)  # a copy needs no parameters
+    at = np.append(computes, len(rows)).tolist()
+    for row, wanted, soon in _changes(rows[computes], keep_ready, ahead):
         release = sorted(set(held) - set(wanted))
         gather = [stage for stage in wanted[:soon] if stage not in held]
         kinds += [Kind.RESHARD] * len(release) + [Kind.UNSHARD] * len(gather)
         stages += release + gather
-        anchors += [row] * (len(release) + len(gather))
+        anchors += [at[row]] * (len(release) + len(gather))
         held = [stage for stage in (*held, *gather) if stage in wanted]
     anchor = np.concatenate([np.array(anchors, np.int64), np.arange(len(rows))])
     order = np.argsort(anchor, kind="stable")

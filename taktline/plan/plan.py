@@ -139,7 +139,7 @@ class Level(IntEnum):
     'SHARDED'
     """
 
-    COMPUTE = 0  # F, B, I, W and overlapped pairs
+    COMPUTE = 0  # F, B, I, W, RECOMPUTE, overlapped pairs, and copies: OFFLOAD, RELOAD
     SHARDED = 1  # and UNSHARD, RESHARD, REDUCE_GRAD
     LOWERED = 2  # and every SEND and RECV: ready to run
 
@@ -270,6 +270,11 @@ class Plan(Drawable):
         """Whether any action is of one of these kinds."""
         return bool(np.isin(self.rows.kind, kinds).any())
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it offloads or recomputes activations."""
+        return self.has(Kind.RECOMPUTE, Kind.OFFLOAD)
+
     def with_rows(self, rows_by_rank: Sequence[Rows], level: Level | None = None) -> Plan:
         """The same plan with other actions."""
         return Plan(rows_by_rank, self.placement, self.microbatches, level=level, name=self.name)
@@ -316,8 +321,8 @@ def _as_action(item: object) -> Action | Overlap:
     return item
 
 
-# In the order of the kinds: those that compute, those that communicate, and those of whole stages.
-_LEVEL_OF_KIND = np.array([Level.COMPUTE] * 4 + [Level.LOWERED] * 4 + [Level.SHARDED] * 3)
+# In the order of the kinds: those that compute or copy, that communicate, and of whole stages.
+_LEVEL_OF_KIND = np.array([Level.COMPUTE] * 7 + [Level.LOWERED] * 4 + [Level.SHARDED] * 3)
 
 
 def _infer_placement(rows_by_rank: Sequence[Rows]) -> Placement:

@@ -16,13 +16,14 @@ from taktline.plan import solver
 from taktline.plan.bound import lower_bound
 from taktline.plan.costs import Costs
 from taktline.plan.list_schedules import GOOD, Rules, schedule
+from taktline.plan.memory import peak_memory
 from taktline.plan.passes import merge_backward
 from taktline.plan.periodic import unrolled
 from taktline.plan.plan import Placement, Plan
 from taktline.plan.registry import find, names
 from taktline.plan.schedules import v_limited
 from taktline.plan.search import improve
-from taktline.plan.timeline import By, peak_memory, simulate
+from taktline.plan.timeline import By, simulate
 from taktline.plan.work import MARGIN, Order, Run, Work, from_plan, run, to_plan
 
 Progress: TypeAlias = Callable[[float, float], object]

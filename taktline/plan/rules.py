@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from taktline.plan.action import Action, Kind
-from taktline.plan.deps import NONE, PARTNERS, SENT, Where, channels, crosses, exists, needs
+from taktline.plan.deps import (
+    GRADIENT,
+    NONE,
+    PARTNERS,
+    SENT,
+    Where,
+    channels,
+    crosses,
+    exists,
+    needs,
+)
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import BoolArray, IntArray
 from taktline.text import counted
@@ -76,6 +86,8 @@ class Subject:
         """The rows of these kinds whose numbers exist."""
         return np.flatnonzero(self.exists & np.isin(self.plan.rows.kind, kinds))
 
+
+_COMPUTES = tuple(kind for kind in Kind if kind.is_compute)
 
 Rule = Callable[[Subject], Iterator[Violation]]
 
@@ -155,6 +167,22 @@ def missing(subject: Subject) -> Iterator[Violation]:
         yield from absent(Kind.B, ~full & ~inputs & ~weights)
         yield from absent(Kind.I, weights & ~inputs & ~full)
         yield from absent(Kind.W, inputs & ~weights & ~full)
+
+
+def kept(subject: Subject) -> Iterator[Violation]:
+    """What a forward keeps is offloaded and reloaded, or recomputed, for a backward."""
+    rows, where = subject.plan.rows, subject.where
+    for row in subject.select(Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD).tolist():
+        stage, microbatch, kind = int(rows.stage[row]), int(rows.microbatch[row]), rows.kind[row]
+        other = Kind.OFFLOAD if kind == Kind.RELOAD else Kind.RELOAD
+        if where.rows(GRADIENT, stage, microbatch) < 0:
+            yield subject.at(row, "kept", "no B or I of the plan needs it: leave it out")
+        elif kind != Kind.RECOMPUTE and where.rows(other, stage, microbatch) < 0:
+            action = Action(stage, other, microbatch)
+            yield subject.absent("missing", f"{rows.leaf(row)} needs it", action)
+        elif kind == Kind.RECOMPUTE and (copy := where.rows(other, stage, microbatch)) >= 0:
+            text = f"is reloaded too, {_place(subject, int(copy))}: leave one out"
+            yield subject.at(row, "kept", text)
 
 
 def order(subject: Subject) -> Iterator[Violation]:
@@ -239,7 +267,7 @@ def sharding(subject: Subject) -> Iterator[Violation]:
     plan, rows = subject.plan, subject.plan.rows
     if not plan.has(Kind.UNSHARD, Kind.RESHARD):
         return
-    index = subject.select(Kind.F, Kind.B, Kind.I, Kind.W, Kind.UNSHARD, Kind.RESHARD)
+    index = subject.select(*_COMPUTES, Kind.UNSHARD, Kind.RESHARD)
     index = index[np.argsort(rows.stage[index], kind="stable")]
     kind, stage = rows.kind[index], rows.stage[index]
     is_event = np.isin(kind, (Kind.UNSHARD, Kind.RESHARD))
@@ -287,6 +315,7 @@ RULES: tuple[Rule, ...] = (
     wrong_rank,
     duplicate,
     missing,
+    kept,
     order,
     partners,
     untransported,

@@ -38,7 +38,7 @@ def predict(
     14.0
     """
     by_rank = [plan.rows_of(rank) for rank in range(plan.ranks)]
-    plain = [rows[rows.kind <= Kind.W] for rows in by_rank]
+    plain = [rows[rows.kind <= Kind.RELOAD] for rows in by_rank]
     plain = [Rows.of(rows.kind, rows.stage, rows.microbatch) for rows in plain]
     plan = Plan(plain, plan.placement, plan.microbatches, name=plan.name)
     if costs.backward is not None:
@@ -87,6 +87,7 @@ def _shared(plan: Plan, costs: Costs, cores: float) -> Timeline:
     the other.
     """
     left, waits, channel = costs.durations(plan), needs(plan).waits.tolist(), channels(plan)
+    left[plan.rows.kind > Kind.W] = 0.0  # copies need no core
     # A gradient is as large as its activation, which the stage before has sent.
     of_stage = np.maximum(plan.rows.stage - (plan.rows.kind != Kind.F), 0)
     occupies = costs.of("message_bytes", plan.stages)[of_stage] / costs.link.bandwidth

@@ -1,11 +1,8 @@
-"""When each action of a plan runs, simulated or measured, and what follows from it.
-
-Memory: F adds an activation; B releases it. In a split backward, I releases the part that W does
-not need, and W the rest. Without any backward, nothing is kept beyond the forward itself.
-"""
+"""When each action of a plan runs, simulated or measured, and what follows from it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,10 +12,11 @@ import numpy as np
 
 from taktline.checks import check, check_list, check_one_of, refuse
 from taktline.errors import CostError, PlanError
-from taktline.plan.action import Action, Kind
+from taktline.plan.action import COPIES, Action, Kind
 from taktline.plan.bound import Bound, lower_bound
 from taktline.plan.costs import Costs
 from taktline.plan.deps import channels, needs
+from taktline.plan.memory import peak_memory
 from taktline.plan.passes import add_comm
 from taktline.plan.plan import Drawable, Plan, render
 from taktline.plan.rows import FloatArray, IntArray, as_numbers, known_medians
@@ -28,43 +26,6 @@ from taktline.plan.work import Work
 from taktline.text import counted
 
 By: TypeAlias = Literal["makespan", "span"]
-
-
-def memory_curve(plan: Plan, costs: Costs | None = None) -> tuple[FloatArray, FloatArray]:
-    """The memory in use on a row's rank while the row runs, and after it.
-
-    >>> from taktline.plan import build
-    >>> during, after = memory_curve(build("gpipe", ranks=1, microbatches=2))
-    >>> during.tolist(), after.tolist()
-    ([1.0, 2.0, 2.0, 1.0], [1.0, 2.0, 1.0, 0.0])
-    """
-    check("plan", plan, Plan)
-    costs = Costs() if costs is None else check("costs", costs, Costs)
-    whole = costs.of("activation", plan.stages)
-    kept = costs.of("kept_for_weight", plan.stages)
-    taken, released = np.zeros((2, len(Kind), plan.stages))
-    taken[Kind.F] = whole
-    released[Kind.B], released[Kind.I], released[Kind.W] = whole, whole - kept, kept
-    if not plan.has(Kind.B, Kind.I, Kind.W):
-        released[Kind.F] = whole
-    rows = plan.rows
-    taken, released = taken[rows.kind, rows.stage], released[rows.kind, rows.stage]
-    balance = np.concatenate([[0.0], np.cumsum(taken - released)])
-    at_start_of_rank = np.repeat(balance[plan.offsets[:-1]], np.diff(plan.offsets))
-    after = balance[1:] - at_start_of_rank
-    return after + released, after
-
-
-def peak_memory(plan: Plan, costs: Costs | None = None) -> FloatArray:
-    """The peak memory of each rank; at the default costs, the number of activations in flight.
-
-    >>> from taktline.plan import build
-    >>> peak_memory(build("1f1b", ranks=4, microbatches=8))
-    array([4., 3., 2., 1.])
-    """
-    during, _ = memory_curve(plan, costs)
-    by_rank = np.split(during, plan.offsets[1:-1])
-    return np.array([live.max(initial=0.0) for live in by_rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +101,10 @@ class Timeline(Drawable):
 
     @property
     def busy(self) -> FloatArray:
-        """For each rank, the time in which it computes."""
-        lasting = (self.end - self.start) * ~self.plan.rows.second_of_pair()
+        """For each rank, the time in which it computes; a RECOMPUTE counts as lost."""
+        rows = self.plan.rows
+        counts = ~rows.second_of_pair() & (rows.kind != Kind.RECOMPUTE)
+        lasting = (self.end - self.start) * counts
         return np.array([lasting[rows].sum() for rows in self._compute_by_rank()])
 
     @property
@@ -176,11 +139,13 @@ class Timeline(Drawable):
     def bound(self) -> Bound | None:
         """What no plan can beat at these costs and this peak memory, on the same ranks.
 
-        It is None for plans without backwards, and for measured timelines.
+        It is None for plans without backwards, and for measured timelines. With copies or
+        RECOMPUTE, it is what no plan can beat in any memory.
         """
         if self.measured or not self.plan.has(Kind.B, Kind.I, Kind.W):
             return None
-        memory = [float(self.peak_memory.max())] * self.plan.ranks
+        most = math.inf if self.plan.saves_memory else float(self.peak_memory.max())
+        memory = [most] * self.plan.ranks
         work = Work.of(self.costs, self.plan.placement, self.plan.microbatches, memory)
         return lower_bound(work, self.costs)
 
@@ -192,9 +157,11 @@ class Timeline(Drawable):
         >>> simulate(build("1f1b", ranks=4, microbatches=8)).verdict
         'bubble 27.3%; no plan at this memory is below 11.1%'
         """
-        least = "" if self.bound is None else f"{self.bound.bubble_of_makespan:.1%}"
         text = f"bubble {self.bubble():.1%}"
-        return f"{text}; no plan at this memory is below {least}" if least else text
+        if self.bound is None:
+            return text
+        at = "" if self.plan.saves_memory else " at this memory"
+        return f"{text}; no plan{at} is below {self.bound.bubble_of_makespan:.1%}"
 
     def durations(self, *kinds: Kind) -> FloatArray:
         """How long each stage took for each micro-batch, actions of several kinds together.
@@ -227,15 +194,21 @@ class Timeline(Drawable):
         It is the later one of its rank's previous action and the row whose result it needs. In a
         draw, the previous action counts.
         """
-        plan, rows = self.plan, self.plan.rows
-        rank, arrives_from = plan.rank_of_rows(), needs(plan).arrival
-        row = np.arange(len(rows))
+        plan, rows, needed = self.plan, self.plan.rows, needs(self.plan)
+        rank, row = plan.rank_of_rows(), np.arange(len(rows))
         first = row - rows.second_of_pair()
-        previous = np.where(first > plan.offsets[rank], first - 1, -1)
-        held_by = previous
+        # Copies do not hold their rank, but it may have to wait before it starts one.
+        copies = np.isin(rows.kind, COPIES)
+        lane = np.maximum.accumulate(np.where(copies, -1, row))
+        before = np.where(first > plan.offsets[rank], first - 1, -1)
+        previous = np.where(before >= 0, lane[before], -1)
+        held_by = previous = np.where(previous >= plan.offsets[rank], previous, -1)
         since = np.where(previous >= 0, self.end[previous], -np.inf)
-        for half in (first, first + rows.joined[first]):
-            source = arrives_from[half]
+        halves, columns = (first, first + rows.joined[first]), [needed.arrival]
+        if copies.any():
+            blocked = np.where((before >= 0) & copies[before], needed.copy[before], -1)
+            columns += [needed.copy, blocked, _previous_reload(plan)]
+        for source in [column[half] for column in columns for half in halves]:
             there = np.where(rank[source] == rank, self.end[source], self.arrivals[source])
             later = (source >= 0) & (there > since)
             held_by, since = np.where(later, source, held_by), np.where(later, there, since)
@@ -319,9 +292,8 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     require_valid(plan)
     if costs.messages_matter:
         plan = add_comm(plan)
-    rows = plan.rows
-    duration = costs.durations(plan)
-    channel = channels(plan)
+    rows, needed = plan.rows, needs(plan)
+    duration, channel = costs.durations(plan), channels(plan)
     # A gradient is as large as its activation, which the stage before has sent.
     backward = np.isin(rows.kind, (Kind.B, Kind.I, Kind.SEND_B))
     size = costs.of("message_bytes", plan.stages)[np.maximum(rows.stage - backward, 0)]
@@ -329,10 +301,34 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     delay = np.where(channel >= 0, costs.link.latency, 0.0)
     if costs.comm_blocks:
         duration += occupies + delay
-        occupies = delay = 0.0
-    waits = needs(plan).waits
-    run = walk(plan, waits, duration, channel=channel, occupies=occupies, delay=delay)
-    return Timeline(plan, run.start, run.start + duration, costs, run.arrival)
+        occupies, delay = np.zeros(len(rows)), 0.0
+    if not plan.has(*COPIES):
+        run = walk(plan, needed.waits, duration, channel=channel, occupies=occupies, delay=delay)
+        return Timeline(plan, run.start, run.start + duration, costs, run.arrival)
+    copies, rank = np.isin(rows.kind, COPIES), plan.rank_of_rows()
+    # A channel of messages is between different ranks.
+    engine = (rank * plan.ranks + rank) * 2 + (rows.kind == Kind.RELOAD)
+    channel, occupies = np.where(copies, engine, channel), np.where(copies, duration, occupies)
+    run = walk(
+        plan,
+        needed.waits,
+        np.where(copies, 0.0, duration),
+        channel=channel,
+        occupies=occupies,
+        delay=delay,
+        copy=needed.copy,
+    )
+    start = np.where(copies, run.arrival - duration, run.start)
+    end = np.where(copies, run.arrival, run.start + duration)
+    return Timeline(plan, start, end, costs, run.arrival)
+
+
+def _previous_reload(plan: Plan) -> IntArray:
+    """For each RELOAD the one before on its rank, or -1; they share an engine."""
+    previous, rank = np.full(len(plan.rows), -1), plan.rank_of_rows()
+    at = np.flatnonzero(plan.rows.kind == Kind.RELOAD)
+    previous[at[1:]] = np.where(rank[at[1:]] == rank[at[:-1]], at[:-1], -1)
+    return previous
 
 
 _LEAST = 0.01

@@ -16,7 +16,8 @@ from taktline.plan.rows import BoolArray, FloatArray, IntArray, Rows, known_medi
 from taktline.plan.sharing import work
 from taktline.plan.timeline import Timeline
 
-_F, _B, _I, _W = KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+_F, _B, _I, _W = range(4)  # the rows of tables
+KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 _LARGE = 2**16
 """From so many bytes on, a message takes its time by its size, and holds up the next one."""
 
@@ -89,7 +90,7 @@ def contiguous(ranks: int, bounds: Sequence[int], microbatches: int) -> Plan:
     rows: list[Rows] = []
     for rank in range(ranks):
         mine, units = plan.rows_of(rank), np.arange(bounds[rank], bounds[rank + 1])
-        places = [units if kind == _F else units[::-1] for kind in mine.kind]
+        places = [units if kind == Kind.F else units[::-1] for kind in mine.kind]
         each = len(units)
         numbers = np.repeat(mine.microbatch, each)
         rows.append(Rows.of(np.repeat(mine.kind, each), np.concatenate(places), numbers))
@@ -111,7 +112,7 @@ def one_by_one(placement: Placement, microbatches: int) -> Plan:
         actions = [
             Action(stage, kind, m)
             for m in range(microbatches)
-            for kinds, stages in (([_F], own), ([_I, _W] if m % 2 else [_B], own[::-1]))
+            for kinds, stages in ((KINDS[:1], own), (KINDS[2:] if m % 2 else KINDS[1:2], own[::-1]))
             for stage in stages
             for kind in kinds
         ]
@@ -253,10 +254,11 @@ def _of_steps(
         computes = rows.kind <= Kind.W
         place = _places(each)[computes]
         total, count = (
-            np.bincount(place, part, minlength=4 * stages) for part in (spent[computes], None)
+            np.bincount(place, part, minlength=(Kind.W + 1) * stages)
+            for part in (spent[computes], None)
         )
         with np.errstate(invalid="ignore"):
-            tables.append((total / count).reshape(4, stages))
+            tables.append((total / count).reshape(-1, stages)[[*KINDS]])
     return known_medians(np.stack(tables), axis=0)
 
 

@@ -15,13 +15,13 @@ from typing import cast
 
 import numpy as np
 
-from taktline.plan.action import Kind
+from taktline.plan.action import COPIES, Kind
 from taktline.plan.deps import Needs, needs
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, IntArray
 
 _UNIT = np.zeros(len(Kind))
-_UNIT[[Kind.F, Kind.B, Kind.I, Kind.W]] = 1, 2, 1, 1
+_UNIT[[Kind.F, Kind.RECOMPUTE, Kind.B, Kind.I, Kind.W]] = 1, 1, 2, 1, 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,12 +51,14 @@ def walk(
     channel: IntArray | int = 0,
     occupies: FloatArray | float = 0.0,
     delay: FloatArray | float = 0.0,
+    copy: IntArray | None = None,
 ) -> Walk:
     """Run all rows: row i once row ``waits[i]`` (if any) has arrived; it then holds its rank.
 
     The rows of an overlapped pair start together, once both may, and end together, after the
     first one's ``hold``. A row's result ``occupies`` its channel for a while, which carries one
-    after the other, and arrives with this ``delay``.
+    after the other, and arrives with this ``delay``. Row i also waits for row ``copy[i]``, before
+    it on its rank, whose result is a copy in a channel of its own.
     """
     rows, count = plan.rows, len(plan.rows)
     # A pair is walked as one: the time passes in its second row, and rows that wait for its first
@@ -68,9 +70,14 @@ def walk(
     hold[second], hold[first] = hold[first], 0.0
     occupies = np.broadcast_to(occupies, count)
     queued = occupies > 0
+    if copy is not None:
+        queued |= np.isin(rows.kind, COPIES)
 
     first_rows = plan.offsets[:-1][np.diff(plan.offsets) > 0]
     is_stop = queued | (waits >= 0)
+    if copy is not None:
+        is_stop |= copy >= 0
+        is_stop[1:] |= queued[:-1]  # what comes after a copy does not wait for it
     is_stop[first_rows] = True
     stops, stop_of = np.flatnonzero(is_stop), np.cumsum(is_stop) - 1
     # Times as if no rank ever waited, counted from the last stop.
@@ -90,6 +97,7 @@ def walk(
         np.where(queued, channel, -1)[stops].tolist(),
         occupies[stops].tolist(),
         hold[stops].tolist(),
+        [] if copy is None else np.where(copy >= 0, stop_of[copy], -1)[stops].tolist(),
     )
     start = np.array(passed)[stop_of] + since_stop
     start[first] = start[second]
@@ -106,6 +114,7 @@ def _pass_stops(
     channel: list[int],
     occupies: list[float],
     holds: list[float],
+    copy: list[int],
 ) -> tuple[list[float], list[float], list[int]]:
     """The walk over the stops of all ranks: the one loop in pure Python.
 
@@ -117,6 +126,7 @@ def _pass_stops(
         channel: the channel in which its message has to queue, or -1.
         occupies: how long the message takes its channel.
         holds: how long the stop holds its rank.
+        copy: the stop before on this rank whose result must have arrived, or -1; empty if none has.
 
     Returns:
         When each stop was passed; the same, but later where its message had to queue; and for each
@@ -144,6 +154,8 @@ def _pass_stops(
                 there += lag[stop]
                 if there > time:
                     time = there
+            if copy and copy[stop] >= 0 and sent[copy[stop]] > time:
+                time = sent[copy[stop]]
             start[stop] = now = time
             if channel[stop] >= 0:
                 leaves = max(free_from[channel[stop]], time + holds[stop])

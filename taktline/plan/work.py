@@ -197,7 +197,7 @@ def from_plan(plan: Plan) -> Order | None:
         rows = plan.rows_of(rank)
         both = rows.kind == Kind.B
         again = np.repeat(np.arange(len(rows)), 1 + both)
-        kind = np.array([0, 1, 1, 2])[rows.kind][again]
+        kind = np.searchsorted(KINDS, rows.kind)[again]  # a B as an I, and its second half:
         kind[1:][(again[1:] == again[:-1])] = 2
         letters = 3 * rows.stage[again].astype(np.int64) + kind
         numbers = rows.microbatch[again]

@@ -17,8 +17,9 @@ import numpy as np
 
 from taktline.plan.action import Kind
 from taktline.plan.deps import needs
+from taktline.plan.memory import memory_curve
 from taktline.plan.rows import BoolArray, FloatArray, IntArray
-from taktline.plan.timeline import Timeline, memory_curve
+from taktline.plan.timeline import Timeline
 from taktline.render.svg import COLOURS, MEANINGS, MEMORY, is_dark, shades, shared_axis
 from taktline.text import counted
 

@@ -13,30 +13,38 @@ import numpy as np
 
 from taktline.checks import check
 from taktline.errors import CostError, PlanError
-from taktline.plan.action import Kind
+from taktline.plan.action import COPIES, Kind
+from taktline.plan.memory import memory_curve
 from taktline.plan.plan import Placement
-from taktline.plan.timeline import Timeline, memory_curve
+from taktline.plan.timeline import Timeline
 from taktline.text import counted
 
 COLOURS = {
     Kind.F: "#3b75af",
+    Kind.RECOMPUTE: "#6d5fb0",
     Kind.B: "#3f8746",
     Kind.I: "#23827c",
     Kind.W: "#e08a2c",
+    Kind.OFFLOAD: "#8a6d3b",
+    Kind.RELOAD: "#b04a7a",
 }
-"""No two differ in red and green alone; letters in the boxes name the kinds, too."""
+"""In the order of the kinds, up to the last that is drawn. No two differ in red and green alone."""
 
 MEANINGS = {
     Kind.F: "forward",
+    Kind.RECOMPUTE: "forward again",
     Kind.B: "backward",
     Kind.I: "backward for the inputs",
     Kind.W: "backward for the weights",
+    Kind.OFFLOAD: "copy to the host",
+    Kind.RELOAD: "copy back",
 }
 
 MEMORY = "#7d70ab"
 """The colour of memory curves."""
 
 LANE, GAP = 24.0, 4.0  # a rank's row, and the space between two
+COPY = 6.0  # the row of its copies in one direction, below
 STRIP = 16.0  # a rank's memory curve
 LEFT, RIGHT, TOP = 64.0, 64.0, 30.0
 HATCHING = (
@@ -167,7 +175,11 @@ def _shortest(timeline: Timeline) -> float:
 
 def _height(timeline: Timeline) -> float:
     ranks = timeline.plan.ranks
-    return TOP + ranks * (LANE + GAP) + 36 + ranks * (STRIP + GAP) + 22
+    return TOP + ranks * _pitch(timeline) + 36 + ranks * (STRIP + GAP) + 22
+
+
+def _pitch(timeline: Timeline) -> float:
+    return LANE + GAP + 2 * COPY * timeline.plan.has(*COPIES)
 
 
 def _timeline(timeline: Timeline, y: float, scale: float, unit: str) -> Iterator[str]:
@@ -184,14 +196,14 @@ def _timeline(timeline: Timeline, y: float, scale: float, unit: str) -> Iterator
     y += TOP
     fills = shades(plan.placement)
     for rank in range(plan.ranks):
-        top = y + rank * (LANE + GAP)
+        top = y + rank * _pitch(timeline)
         yield _label(f"rank {rank}", top + LANE / 2)
         yield (
             f"<rect x='{LEFT:g}' y='{top:g}' width='{timeline.makespan * scale:.2f}' "
             f"height='{LANE:g}' fill='url(#idle)'/>"
         )
         yield from _boxes(timeline, rank, top, scale, fills)
-    y += plan.ranks * (LANE + GAP)
+    y += plan.ranks * _pitch(timeline)
     yield from _axis(timeline, y, scale, unit)
     yield from _memory(timeline, y + 28, scale)
 
@@ -202,13 +214,15 @@ def _boxes(
     plan = timeline.plan
     rows, first = plan.rows_of(rank), int(plan.offsets[rank])
     second = rows.second_of_pair()
-    for at in np.flatnonzero(rows.kind <= Kind.W).tolist():
+    for at in np.flatnonzero(rows.kind <= Kind.RELOAD).tolist():
         leaf = rows.leaf(at)
         start, end = float(timeline.start[first + at]), float(timeline.end[first + at])
         # The halves of an overlapped pair lie above each other.
         paired = bool(rows.joined[at] or second[at])
         height = LANE / 2 if paired else LANE
         y = top + (LANE / 2 if second[at] else 0.0)
+        if leaf.kind in COPIES:
+            height, y = COPY, top + LANE + COPY * (leaf.kind == Kind.RELOAD)
         fill = fills[leaf.kind][leaf.stage]
         x, width = LEFT + start * scale, (end - start) * scale
         label = str(leaf.microbatch)
@@ -217,7 +231,7 @@ def _boxes(
             f"stroke='white' stroke-width='{min(1.0, width / 8):.2g}'>"
             f"<title>{leaf}: {start:g} – {end:g}</title></rect>"
         )
-        if width >= 5.6 * len(label) + 1:
+        if width >= 5.6 * len(label) + 1 and height > COPY:
             ink = "white" if is_dark(fill) else "#222"
             yield (
                 f"<text x='{x + width / 2:.2f}' y='{y + height / 2 + 3.4:g}' "

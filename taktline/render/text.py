@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from taktline.checks import check
-from taktline.plan.action import Kind, Overlap
+from taktline.plan.action import COPIES, Kind, Overlap
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import FloatArray
 from taktline.plan.timeline import Timeline
@@ -23,7 +23,11 @@ from taktline.text import counted
 
 _MOST_RANKS = 64
 _MOST_BLOCKS = 4
-_ANSI = {Kind.F: "97;44", Kind.B: "30;42", Kind.I: "30;46", Kind.W: "30;43"}
+_ANSI = {
+    **{Kind.F: "97;44", Kind.RECOMPUTE: "97;45", Kind.B: "30;42", Kind.I: "30;46", Kind.W: "30;43"},
+    **{Kind.OFFLOAD: "30;47", Kind.RELOAD: "97;41"},
+}
+_COPIES = {Kind.OFFLOAD: "   out", Kind.RELOAD: "  back"}
 
 Kinds: TypeAlias = tuple[Kind, ...]
 """Of an action: one, two for an overlapped pair, none if it does not compute."""
@@ -53,6 +57,8 @@ def _painted(text: str, kind: Kind | None) -> str:
 def grid(plan: Plan, width: int | None = None) -> str:
     """A plan by step: to scale at unit cost if it is a sound compute plan, else in plain order.
 
+    Copies take no part in steps, so a plan with copies is drawn in order.
+
     ``width`` defaults to that of the terminal; what does not fit goes into further blocks.
 
     >>> from taktline.plan import build
@@ -62,7 +68,8 @@ def grid(plan: Plan, width: int | None = None) -> str:
     rank 1 │     1F0 1B0──── 1F1 1B1────
     """
     ranks = range(min(plan.ranks, _MOST_RANKS))
-    if plan.level == Level.COMPUTE and not validate(plan):
+    by_step = plan.level == Level.COMPUTE and not plan.has(*COPIES)
+    if by_step and not validate(plan):
         run = unit_run(plan)
         rows = [_boxes(plan, rank, run.start, run.arrival) for rank in ranks]
     else:
@@ -76,7 +83,7 @@ def grid(plan: Plan, width: int | None = None) -> str:
     room = max(1, (_width(width) - label) // unit) * unit
     blocks = range(0, longest, room)
     parts = [f"{plan.name}: {plan.placement.shape}, {counted(plan.microbatches, 'micro-batch')}"]
-    if plan.level != Level.COMPUTE:
+    if not by_step:
         parts[0] += f", {plan.level.name.lower()}, in order"
     for at in blocks[:_MOST_BLOCKS]:
         parts += [""] if at else []
@@ -123,6 +130,9 @@ def chart(timelines: Sequence[Timeline], width: int | None = None, *, colour: bo
         for rank, row in enumerate(rows):
             line = _drawn(row, columns / makespan, length, idle="·", filled_from=0)
             parts.append(_label(rank, label) + _shown(line[: columns + 1], colour))
+            for kind, name in _COPIES.items() if plan.has(*COPIES) else ():
+                copies = _drawn(_copies(timeline, rank, kind), columns / makespan, length)
+                parts.append(f"{name:<{label - 3}} │ " + _shown(copies[: columns + 1], colour))
         parts += _hidden_ranks(plan)
     return "\n".join([*parts, " " * label + _axis(makespan, columns)])
 
@@ -135,8 +145,16 @@ def _boxes(plan: Plan, rank: int, start: FloatArray, end: FloatArray) -> list[_B
     return [(text, kinds, start[row], end[row]) for text, kinds, row in _actions(plan, rank)]
 
 
+def _copies(timeline: Timeline, rank: int, kind: Kind) -> Iterable[_Box]:
+    """What a rank copies in one direction, by stage and micro-batch."""
+    rows, first = timeline.plan.rows_of(rank), int(timeline.plan.offsets[rank])
+    for at in np.flatnonzero(rows.kind == kind).tolist():
+        text = f"{rows.stage[at]}F{rows.microbatch[at]}"
+        yield text, (kind,), timeline.start[first + at], timeline.end[first + at]
+
+
 def _drawn(
-    boxes: Iterable[_Box], scale: float, length: int, *, idle: str, filled_from: int
+    boxes: Iterable[_Box], scale: float, length: int, *, idle: str = " ", filled_from: int = 0
 ) -> _Line:
     """A line of boxes to scale; their text is filled up with a line from so many units on."""
     line = _line(idle * length)
@@ -181,11 +199,15 @@ def _axis(makespan: float, columns: int) -> str:
     return line.rstrip()
 
 
-def legend(*, colour: bool = False) -> str:
-    """The kinds of actions in their colours."""
+def legend(timelines: Sequence[Timeline] = (), *, colour: bool = False) -> str:
+    """The kinds of actions in their colours: those of any plan, and the others that these have."""
+    names = {kind: kind.name for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+    names |= {Kind.RECOMPUTE: "R"} | {kind: name.strip() for kind, name in _COPIES.items()}
+    always = (Kind.F, Kind.B, Kind.I, Kind.W)
     return "  ".join(
-        f"{_painted(f' {kind.name} ', kind) if colour else kind.name} {meaning}"
-        for kind, meaning in MEANINGS.items()
+        f"{_painted(f' {name} ', kind) if colour else name} {MEANINGS[kind]}"
+        for kind, name in names.items()
+        if kind in always or any(each.plan.has(kind) for each in timelines)
     )
 
 
@@ -198,7 +220,8 @@ def _actions(plan: Plan, rank: int) -> Iterable[tuple[str, Kinds, int]]:
             kinds = (action.forward.kind, action.backward.kind)
             yield f"{action.forward}&{action.backward}", kinds, first + place
         else:
-            yield str(action), (action.kind,) if action.kind.is_compute else (), first + place
+            text = str(action).replace("RECOMPUTE", "R")
+            yield text, (action.kind,) if action.kind.is_compute else (), first + place
 
 
 def _width(asked: int | None) -> int:

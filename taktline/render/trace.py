@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from taktline.plan.action import Kind
-from taktline.plan.timeline import Timeline, memory_curve
+from taktline.plan.action import COPIES, Kind
+from taktline.plan.memory import memory_curve
+from taktline.plan.plan import Plan
+from taktline.plan.timeline import Timeline
+from taktline.render.svg import MEANINGS
 
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
 
@@ -40,6 +43,17 @@ def _names(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
         thread = {"ph": "M", "pid": process, "tid": rank}
         yield thread | {"name": "thread_name", "args": {"name": f"rank {rank}"}}
         yield thread | {"name": "thread_sort_index", "args": {"sort_index": rank}}
+    for rank in range(plan.ranks) if plan.has(*COPIES) else ():
+        for kind in COPIES:
+            thread = {"ph": "M", "pid": process, "tid": _thread(plan, rank, kind)}
+            name = f"rank {rank}: {MEANINGS[kind]}"
+            yield thread | {"name": "thread_name", "args": {"name": name}}
+            yield thread | {"name": "thread_sort_index", "args": {"sort_index": rank}}
+
+
+def _thread(plan: Plan, rank: int, kind: Kind) -> int:
+    """Copies have threads of their own, as they overlap what their rank computes."""
+    return rank if kind not in COPIES else plan.ranks + 2 * rank + COPIES.index(kind)
 
 
 def _slices(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
@@ -58,7 +72,7 @@ def _slices(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
         yield {
             "ph": "X",
             "pid": process,
-            "tid": int(rank[row]),
+            "tid": _thread(plan, int(rank[row]), leaf.kind),
             "name": name,
             "cat": leaf.kind.name,
             "ts": float(timeline.start[row]) * scale,

@@ -19,16 +19,19 @@ from __future__ import annotations
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from taktline.errors import SignatureError, TransportError
 from taktline.meta import Signature, TensorMeta
+from taktline.plan import Kind, Plan
 from taktline.pytree import TreeSpec
 from taktline.runtime.stage_actions import Binding, Handover, Ports, Signatures, Values
 from taktline.stage import PipelineStage
@@ -104,12 +107,15 @@ class Outgoing:
         device: torch.device = _CPU,
         layouts: Sequence[Layout] | None = None,
         signatures: Sequence[Signature] | None = None,
+        shown: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         """``place`` is the channel and the stage.
 
-        Without ``layouts`` each message describes itself. Gradients have no ``signatures``.
+        Without ``layouts`` each message describes itself. Gradients have no ``signatures``. Of
+        activations, ``shown`` has those that have arrived if the gradient of a micro-batch has.
         """
         self._place, self._post, self.sends, self._device = place, post, sends, device
+        self._shown = shown
         self._layouts, self._signatures = layouts, signatures
         self.learned: dict[int, Signature] = {}
         """The signatures of messages that describe themselves."""
@@ -147,8 +153,9 @@ class Outgoing:
         self.send(microbatch)
 
     def settle(self, microbatch: int) -> None:
-        """Wait until a message has left, once its receiver has shown that it arrived."""
-        self.sends.settle((*self._place, microbatch))
+        """Free what has left, once the gradient of a micro-batch shows what has arrived."""
+        for each in self._shown.get(microbatch, (microbatch,)):
+            self.sends.settle((*self._place, each))
 
     def _described(
         self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None
@@ -318,7 +325,8 @@ def ports_of(binding: Binding, known: Signatures | None) -> dict[int, Ports]:
         if channel.gradients:
             return port(laid_out(stage, [s.gradients for s in known.arriving[stage]]))
         leaving = known.leaving[stage]
-        return port(laid_out(stage, [s.tensors for s in leaving]), leaving)
+        shown = _shown(binding.plan, stage + 1) if answered else {}
+        return port(laid_out(stage, [s.tensors for s in leaving]), leaving, shown)
 
     found = {stage: Ports() for stage in stages}
     for stage, ports in found.items():
@@ -336,6 +344,18 @@ def ports_of(binding: Binding, known: Signatures | None) -> dict[int, Ports]:
             ports.activations_in = incoming(stage, Channel(there, here, False))
             if trains:
                 ports.gradients_out = outgoing(stage, Channel(here, there, True))
+    return found
+
+
+def _shown(plan: Plan, stage: int) -> dict[int, list[int]]:
+    """By micro-batch: the activations that a stage has taken first before this gradient is sent."""
+    rows = plan.rows_of(plan.placement.rank_of[stage])
+    found, new = dict[int, list[int]](), list[int]()
+    for row in np.flatnonzero(rows.stage == stage):
+        if rows.kind[row] == Kind.F:
+            new.append(int(rows.microbatch[row]))
+        elif rows.kind[row] in (Kind.B, Kind.I):
+            found[int(rows.microbatch[row])], new = new, []
     return found
 
 

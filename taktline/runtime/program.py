@@ -29,6 +29,7 @@ from taktline.meta import Signature
 from taktline.plan import Action, Kind, Plan
 from taktline.runtime.ports import Incoming, Outgoing, PeerFailed, ports_of
 from taktline.runtime.runnable_plan import merged
+from taktline.runtime.saving import SavingWork, saving_works
 from taktline.runtime.stage_actions import (
     Binding,
     Handover,
@@ -218,7 +219,12 @@ def bind(binding: Binding, known: Signatures | None) -> Program:
     """The program of this process; without known signatures each message describes itself."""
     rank_of, alone = binding.plan.placement.rank_of, binding.alone
     ports = ports_of(binding, known)
-    works = {index: Work(binding, known, index, ports[index]) for index in binding.stages}
+    saves = binding.plan.saves_memory
+    works: Mapping[int, Work]
+    if saves:
+        works = saving_works(binding, known, ports)
+    else:
+        works = {index: Work(binding, known, index, ports[index]) for index in binding.stages}
     rows = merged(binding.plan) if alone else binding.plan.rows_of(binding.transport.rank)
     each = [
         instruction
@@ -226,7 +232,7 @@ def bind(binding: Binding, known: Signatures | None) -> Program:
         if (instruction := _instruction(rows.leaf(row), binding.stages, works, ports, rank_of))
     ]
     loop = None
-    if alone and known is not None and binding.trains and not binding.draws:
+    if alone and known is not None and binding.trains and not (binding.draws or saves):
         loop = plain_loop(each, binding, known)
     quickest = loop or join(each, binding.stages, works)
 
@@ -260,6 +266,9 @@ def _instruction(
             waits = after and f"gradients from {after} (stage {stage + 1})"
         case Kind.W:
             return Instruction(action, partial(work.backward_weight, m), None)
+        case Kind.OFFLOAD | Kind.RELOAD | Kind.RECOMPUTE:
+            assert isinstance(work, SavingWork)
+            return Instruction(action, partial(work.run, action.kind, m), None)
         case Kind.RECV_F | Kind.RECV_B:
             arrives = port.activations_in if action.kind == Kind.RECV_F else port.gradients_in
             return Instruction(action, partial(arrives.post, m), partial(arrives.post, m))

@@ -11,10 +11,11 @@ import numpy as np
 from taktline.checks import check, warn
 from taktline.errors import ScheduleError
 from taktline.plan import Kind, Level, Plan, lower, require_valid, restrict, validate
-from taktline.plan.rows import Rows
+from taktline.plan.rows import FloatArray, Rows
 from taktline.plan.walk import unit_run
 
 _OF_WRAPPED = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
+_SAVING = (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
 _MESSAGES = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 
 
@@ -124,7 +125,9 @@ class Runnable:
         plan = self.plan
         if (self._shards or self.reduces) and not plan.has(*_OF_WRAPPED):
             by_rank = [plan.rows_of(rank) for rank in range(plan.ranks)]
-            plan = plan.with_rows([rows[rows.kind <= Kind.W] for rows in by_rank], Level.COMPUTE)
+            plan = plan.with_rows(
+                [rows[rows.kind < Kind.SEND_F] for rows in by_rank], Level.COMPUTE
+            )
         if plan.level > Level.COMPUTE:
             return lower(plan)
         return self._lowered(plan, reduces=self.reduces)
@@ -159,7 +162,23 @@ def merged(plan: Plan) -> Rows:
     '0F0 1F0 0F1 2F0 1F1 2F1 2B0 2B1 1B0 1B1 0B0 0B1'
     """
     if "merged" not in plan.known:
-        rows = plan.rows[np.lexsort((-plan.rank_of_rows(), unit_run(plan).start))]
+        rows = plan.rows[np.lexsort((-plan.rank_of_rows(), _starts(plan)))]
         rows = rows[~np.isin(rows.kind, _MESSAGES)]
         plan.known["merged"] = Rows.of(rows.kind, rows.stage, rows.microbatch)
     return cast(Rows, plan.known["merged"])
+
+
+def _starts(plan: Plan) -> FloatArray:
+    """When each row starts, as in the plan that saves no memory: so numbers are added in its order.
+
+    Copies start right after the row before them, and a forward runs again right before the next.
+    """
+    others = ~np.isin(plan.rows.kind, _SAVING)
+    if others.all():
+        return unit_run(plan).start
+    kept = np.flatnonzero(others)
+    by_rank = [plan.rows_of(rank) for rank in range(plan.ranks)]
+    by_rank = [rows[~np.isin(rows.kind, _SAVING)] for rows in by_rank]
+    start = unit_run(plan.with_rows(by_rank, plan.level)).start
+    place = np.searchsorted(kept, np.arange(len(plan.rows)))
+    return start[np.where(others | (plan.rows.kind == Kind.RECOMPUTE), place, place - 1)]

@@ -143,6 +143,9 @@ class Work:
     (skips, losses of its own, a seed, containers) cost next to nothing.
     """
 
+    redraws = False
+    """Whether a recomputed forward has drawn random numbers."""
+
     def __init__(
         self, binding: Binding, known: Signatures | None, stage: int, ports: Ports
     ) -> None:
@@ -307,6 +310,8 @@ class Work:
             gradients = [*found, *gradients] if gradients else found
             # A gradient shows that the activations of its micro-batch have arrived.
             ports.activations_out.settle(microbatch)
+        if self._stage.away:
+            self._stage.arrive(microbatch)
         if side is None:
             found = run(microbatch, gradients)
         else:

@@ -14,10 +14,11 @@ import torch
 from torch.profiler import record_function
 
 from taktline.errors import ScheduleError
-from taktline.plan import Action, Costs, Plan, Straggler, Timeline, stragglers
+from taktline.plan import Action, Costs, Kind, Plan, Straggler, Timeline, stragglers
 from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, Rows
 from taktline.runtime.program import Instruction, Program
+from taktline.stage.offload import copies_on
 from taktline.text import counted
 from taktline.transport import Transport
 
@@ -83,6 +84,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.error = 0
         """By how many nanoseconds a time may be wrong at most."""
+        self.device = device
         self._device = device if device.type == "cuda" else None
         if self._device is None:
             self.stamp: Callable[[], Any] = time.perf_counter_ns
@@ -160,6 +162,7 @@ class TraceRecorder:
         """Record a step; all ranks take part. Its instructions are run by what is yielded."""
         step = self._latest = _Step(program.binding.plan, *align(transport))
         stamp = self.clock.stamp
+        copies = copies_on(self.clock.device) if step.plan.has(Kind.OFFLOAD) else None
 
         def note() -> None:
             self._arrived = stamp()
@@ -169,13 +172,21 @@ class TraceRecorder:
             run_named(instruction) if profiled else instruction.run()
             arrived = began if self._arrived is None else self._arrived
             step.actions.append(instruction.action)
-            step.stamps += began, arrived, stamp()
+            ended = stamp()
+            if copies is not None and instruction.action.kind in (Kind.OFFLOAD, Kind.RELOAD):
+                began, ended = copies.latest  # beside what the rank computes
+                arrived = began
+            step.stamps += began, arrived, ended
 
         for work in program.works.values():
             work.arrived = note
+        if copies is not None:
+            copies.stamp = stamp
         try:
             yield recorded
         finally:
+            if copies is not None:
+                copies.stamp = lambda: None
             for work in program.works.values():
                 work.arrived = None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from taktline.checks import seconds_in_environment
+from taktline.checks import number_in_environment
 from taktline.plan import Kind
 from taktline.runtime.program import Instruction, Program
 from taktline.text import counted
@@ -26,9 +26,9 @@ from taktline.transport import Transport, gloo
 from taktline.transport.distributed import Distributed
 from taktline.transport.news import COMPUTES
 
-STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
+STALL_SECONDS = number_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 """Seconds without progress after which a step is logged, unless a schedule sets others."""
-STUCK_SECONDS = seconds_in_environment("TAKTLINE_STUCK_SECONDS", 5.0)
+STUCK_SECONDS = number_in_environment("TAKTLINE_STUCK_SECONDS", 5.0)
 """How long a wait may outlast its connections before its process is ended."""
 STUCK = 84
 """The exit code of a process that was ended."""
@@ -135,7 +135,7 @@ class Watch:
 
     def _computes(self) -> bool:
         instruction, frame = self._instruction, self._frame()
-        if frame is None or (instruction is not None and instruction.action.kind > Kind.W):
+        if frame is None or (instruction is not None and instruction.action.kind >= Kind.SEND_F):
             return False
         return not _shows_wait(frame)
 

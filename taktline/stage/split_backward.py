@@ -26,7 +26,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -39,6 +39,8 @@ _log = logging.getLogger("taktline")
 
 Node = Any
 """A node of the autograd graph; torch has no public type with all its fields."""
+Root: TypeAlias = torch.Tensor | GradientEdge
+"""Where a backward begins: a tensor, or its place in the graph."""
 
 _LEAF: Any = type(get_gradient_edge(torch.zeros(0, requires_grad=True)).node)
 _TURN, _CAST = "TBackward0", "ToCopyBackward0"
@@ -190,7 +192,7 @@ class Splitter:
 
     def run_input(
         self,
-        roots: Sequence[torch.Tensor],
+        roots: Sequence[Root],
         gradients: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
@@ -198,7 +200,9 @@ class Splitter:
         """I: add all gradients that W does not compute; None if W has nothing to do."""
         given = set(map(id, inputs))
         # An output that is an input has no graph, and only gets its gradient.
-        graph = GradGraph([x for x in roots if not (x.is_leaf and id(x) in given)], inputs)
+        nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+        left = [n for n, x in zip(nodes, roots, strict=True) if n is not None or id(x) not in given]
+        graph = GradGraph(left, inputs)
         recipe, nodes = self._recipe(graph, weights), graph.nodes
         if recipe.whole:
             if not self._warned:
@@ -232,11 +236,11 @@ class Splitter:
 class GradGraph:
     """All nodes that the roots reach; a node's slot is its place in the order of discovery."""
 
-    def __init__(self, roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, roots: Sequence[Node | None], inputs: Sequence[torch.Tensor]) -> None:
         given = set(map(id, inputs))
         # Nodes behind an input that is no leaf belong to other stages.
         ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
-        self.roots = [root.grad_fn for root in roots]
+        self.roots = roots
         self.nodes: list[Node] = []
         self.leaves: dict[int, torch.Tensor] = {}
         """The leaves that are no inputs of the stage, by slot."""
@@ -356,9 +360,10 @@ def _product(
 def _is_plain(kind: _Kind, product: Node) -> bool:
     """Whether a product is not scaled, and its factor is kept as it was.
 
-    It is not if the product is checkpointed, or its activations are kept elsewhere.
+    It is not if the product is checkpointed, or its activations are kept elsewhere by others.
     """
-    if getattr(product, kind.raw).unpack_hook is not None:
+    hook = getattr(product, kind.raw).unpack_hook
+    if hook is not None and not is_own_hook(hook):
         return False
     return not kind.scale or getattr(product, kind.scale) == 1
 
@@ -404,11 +409,12 @@ add_all = for_all("torch._foreach_add_", torch.Tensor.add_)
 
 
 def accumulate(
-    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[Any] = ()
+    roots: Sequence[Root], gradients: Sequence[torch.Tensor], inputs: Sequence[Any] = ()
 ) -> None:
     """Add gradients to the ``.grad`` of ``inputs``, or of all leaves, and free the graph."""
     if _engine is None:
-        torch.autograd.backward(tuple(roots), tuple(gradients), inputs=tuple(inputs) or None)
+        mixed: Any = tuple(roots)
+        torch.autograd.backward(mixed, tuple(gradients), inputs=tuple(inputs) or None)
         return
     _engine.run_backward(
         tuple(roots),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import NoneType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +21,11 @@ from taktline.meta import Sharding, Signature, as_arguments, flatten, is_sharded
 from taktline.plan.plan import MOST_STAGES
 from taktline.stage.grad_sync import GradSync, sync_of
 from taktline.stage.names import Tie, declared
-from taktline.stage.split_backward import Splitter, accumulate
+from taktline.stage.offload import Activations, copies_on
+from taktline.stage.split_backward import Root, Splitter, accumulate
+
+Changing: TypeAlias = dict[tuple[bool, ...], list[tuple[nn.Module, str]]]
+"""Buffers, as a module and a name, by whether the modules with buffers are in training mode."""
 
 
 class PipelineStage:
@@ -89,7 +95,13 @@ class PipelineStage:
         self._sync: GradSync | None = None
         self._splitter = Splitter(f"stage {stage_index}")
         self._meshes: dict[str, DeviceMesh] = {}
-        self._in_flight: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        self._in_flight: dict[int, tuple[Sequence[torch.Tensor], Sequence[Root]]] = {}
+        self.away: dict[int, Activations] = {}
+        """What the forwards of offloaded micro-batches have saved, from F to B or I."""
+        self.copied = self.most_on_host = 0
+        """The most bytes that were copied to the host of one micro-batch, and that were there."""
+        self.changing: Changing = {}
+        """The buffers that a forward changes, which a recomputed one must not change twice."""
         self._weights_due: dict[int, Callable[[], object]] = {}
 
     @property
@@ -140,8 +152,11 @@ class PipelineStage:
         inputs: Sequence[torch.Tensor],
         roots: Sequence[torch.Tensor],
     ) -> None:
-        """Keep the beginning (roots) and the ends (inputs) of the backward."""
-        self._in_flight[microbatch] = (inputs, roots)
+        """Keep the beginning (roots) and the ends (inputs) of the backward.
+
+        Of roots only their places in the graph: an output that was sent is not needed any more.
+        """
+        self._in_flight[microbatch] = (inputs, [_place_of(root) for root in roots])
         for root in roots:
             if is_sharded(root):  # its gradient comes back without a mesh
                 self._meshes[Sharding.of(root).mesh_text] = root.device_mesh
@@ -185,6 +200,24 @@ class PipelineStage:
             if self._sync is not None:
                 self._sync.weights_done()
 
+    def noting(self, microbatch: int) -> AbstractContextManager[object]:
+        """A block for a forward: notes what it saves, to be offloaded."""
+        found = self.away[microbatch] = Activations(copies_on(self.device))
+        return found.noting()
+
+    def leave(self, microbatch: int) -> Activations:
+        """Begin to copy to the host what the forward of a micro-batch has saved."""
+        found = self.away[microbatch]
+        found.leave(self._in_flight[microbatch][0])
+        self.copied = max(self.copied, found.nbytes)
+        self.most_on_host = max(self.most_on_host, sum(x.nbytes for x in self.away.values()))
+        return found
+
+    def arrive(self, microbatch: int) -> None:
+        """Wait until what a forward has saved is back, if it was away."""
+        if (found := self.away.pop(microbatch, None)) is not None:
+            found.arrive()
+
     def mesh_for(self, sharding: Sharding) -> DeviceMesh:
         """This rank's mesh for an arriving DTensor."""
         key = sharding.mesh_text
@@ -206,6 +239,8 @@ class PipelineStage:
         """Forget every micro-batch in flight."""
         self._in_flight.clear()
         self._weights_due.clear()
+        while self.away:
+            self.away.popitem()[1].forget()
         if self._sync is not None:
             self._sync.forget()
 
@@ -239,9 +274,14 @@ def _signature(example: Any) -> Signature | None:
     return None if example is None else Signature.of(*flatten(as_arguments(example)))
 
 
+def _place_of(root: torch.Tensor) -> Root:
+    node = root.grad_fn
+    return root if node is None else GradientEdge(node, root.output_nr)
+
+
 def _reached(
-    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    roots: Sequence[Root], gradients: Sequence[torch.Tensor | None]
+) -> tuple[Sequence[Root], Sequence[torch.Tensor]]:
     """Roots and their gradients, without roots that got none."""
     found = [gradient for gradient in gradients if gradient is not None]
     if len(found) == len(gradients) == len(roots):

@@ -24,7 +24,7 @@ from taktline.runtime.introduction import BUILDING, together
 from taktline.split import Pieces
 from taktline.split.auto import divide
 from taktline.stage.names import OPTION, unchanged
-from taktline.text import counted
+from taktline.text import counted, size_in
 from taktline.train.ranks import Ranks
 from taktline.train.stage_table import StageNeeds, measure
 from taktline.train.trial import Batches, copies, timed, traced, units_of, weights_of
@@ -74,7 +74,7 @@ def choose(given: SimpleNamespace, ranks: Ranks) -> str:
     """
     options = ("schedule", "microbatches", "stages_per_rank", "memory")
     said = tuple((OPTION, name, str(getattr(given, name))) for name in options)
-    limits = together(ranks, lambda: _limits(given.memory, ranks.size), lambda _: {"": said})
+    limits = together(ranks, lambda: limits_of(given.memory, ranks.size), lambda _: {"": said})
     limits = limits or _of_gpu(ranks)
     whole = given.microbatches is None
     found: list[Candidate] = []
@@ -123,7 +123,7 @@ def rechosen(built: Any) -> tuple[Plan, str]:
     ranks, plan, modules = built.ranks, built.plan, built.model.modules
     known = {"example": built.example, "example_target": built.example_target}
     given, m = SimpleNamespace(**built.options, **known), plan.microbatches
-    limits = together(ranks, lambda: _limits(built.memory, ranks.size)) or _of_gpu(ranks)
+    limits = together(ranks, lambda: limits_of(built.memory, ranks.size)) or _of_gpu(ranks)
     with unchanged(modules.values()):
         batches = together(ranks, lambda: Batches.of(given, m, ranks.device, cut=False))
         units = units_of(modules, plan, ranks, batches)
@@ -151,14 +151,20 @@ def rechosen(built: Any) -> tuple[Plan, str]:
 _REPLAN = "replan()"
 
 
-def _limits(memory: Any, ranks: int) -> list[float] | None:
+def limits_of(memory: Any, ranks: int) -> list[float] | None:
     """The bytes that each rank may use, if they were passed."""
     if memory is None:
         return None
-    numbers = as_numbers(memory)
+
+    def bytes_in(each: Any) -> Any:
+        return size_in(each) if isinstance(each, str) else each
+
+    is_list = isinstance(memory, list | tuple)
+    numbers = as_numbers([bytes_in(each) for each in memory] if is_list else bytes_in(memory))
     if numbers is None or numbers.ndim > 1 or not (numbers > 0).all():
         raise ScheduleError(
-            f"memory must be a number of bytes above 0, or one for each rank, not {memory!r}"
+            'memory must be a number of bytes above 0, a text such as "16GiB", or one of these for '
+            f"each rank, not {memory!r}"
         )
     if numbers.ndim and len(numbers) != ranks:
         raise ScheduleError(

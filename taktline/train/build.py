@@ -47,6 +47,7 @@ from taktline.stage.names import declared, named_parameters, unwrapped
 from taktline.text import counted
 from taktline.train.auto import check_auto, choose, is_auto, rechosen
 from taktline.train.batches import BatchDims
+from taktline.train.memory import fitted
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
 from taktline.train.stage_table import StageTable
 
@@ -182,6 +183,8 @@ def build(given: SimpleNamespace) -> Built:
         state = _state_of(given, modules, ranks)
         table = StageTable.of(plan, modules, given.example, ranks.transport)
         table.prepared = given.prepare is not None
+        if given.memory is not None and not choice:
+            plan = table.plan = fitted(plan, table, modules, given.memory, ranks)
         own = {stage: modules[stage] for stage in ranks.stages_of(plan)}
         ready = together(ranks, lambda: _ready(given, own, ranks))
         state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}

@@ -26,6 +26,7 @@ from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, S
 from taktline.train import parameters, steps
 from taktline.train.batches import SharedLoader
 from taktline.train.build import Built, Model, Prepare, ScheduleChoice, build, checked, replan
+from taktline.train.memory import Memory, memory_of
 from taktline.train.parameters import INSTEAD, Scaler, gathered_state, load_state, own_state
 from taktline.train.preemption import PREEMPTED, Preemption
 from taktline.train.stage_table import Boundaries
@@ -55,8 +56,9 @@ class Pipeline:
             cuts and, without ``microbatches``, their number: then the example is a whole batch.
         example_target: the target of the example, so that "auto" and :meth:`replan` measure the
             real loss.
-        memory: the bytes that a rank may use, or a number for each, for a plan that is chosen; by
-            default 90% of a GPU, and any on the CPU.
+        memory: what a rank may use, in bytes or as "16GiB", or a list with one for each. The plan
+            is chosen for it, by default for 90% of a GPU; that of a name or file is made to fit, by
+            the sizes for the ``example``: see :meth:`memory`. "auto" does not offload.
         microbatches: the number of micro-batches; a batch with fewer rows has one for each row.
         loss_fn: returns the loss of an output and a target. Without one, the loss is the one
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
@@ -120,7 +122,7 @@ class Pipeline:
         example: Any = None,
         schedule: ScheduleChoice = "1f1b",
         example_target: Any = None,
-        memory: float | Sequence[float] | None = None,
+        memory: float | str | Sequence[float | str] | None = None,
         microbatches: int | None = None,
         loss_fn: LossFn | None = None,
         ranks: int | None = None,
@@ -343,6 +345,14 @@ class Pipeline:
         with self._built.schedule.trace() as trace:
             trace.work = self._built.table.work
             yield trace
+
+    def memory(self) -> Memory:
+        """What the stages keep for their backwards, by the plan and measured; print it.
+
+        All ranks call it, after a step.
+        """
+        with self._turn, self._built.everywhere("memory()"):
+            return memory_of(self._built)
 
     def replan(self) -> str:
         """Measure steps of the example, and go on with the best plan for the stages as they are.

@@ -118,7 +118,7 @@ GOOD = json.loads(to_json(build("1f1b", ranks=2, microbatches=1)))
 @pytest.mark.parametrize(
     ("text", "row", "column", "message"),
     [
-        ("0F0,0B0\n1F0,1X0", 2, 2, "expected one of F, B, I, W"),
+        ("0F0,0B0\n1F0,1X0", 2, 2, "expected one of F, RECOMPUTE, B, I, W"),
         ("", None, None, "a plan without actions"),
         (",,\n,", None, None, "a plan without actions"),
         ("\n" * 200_000, None, None, "a plan without actions"),

@@ -44,6 +44,7 @@ def where(violation: Violation) -> tuple[str, int | None, int | None, str]:
 
 
 PAIR = "(0F1;0B0)OVERLAP_F_B"
+AWAY = ["0F0", "0OFFLOAD0"]
 SENT, RECEIVED = ["0F0", "0SEND_F0"], ["1RECV_F0", "1F0"]
 
 BROKEN: list[tuple[list[list[str]], tuple[str, int, int | None, str], str]] = [
@@ -56,6 +57,19 @@ BROKEN: list[tuple[list[list[str]], tuple[str, int, int | None, str], str]] = [
     ([["(0F0;0B0)OVERLAP_F_B"]], ("order", 0, 0, "0B0"), "needs 0F0, which runs together with it"),
     ([["0F0", PAIR, "0B1", "0B1"]], ("duplicate", 0, 3, "0B1"), "done before"),
     ([["0F0"], RECEIVED], ("partner", 1, 0, "1RECV_F0"), "rank 0 has no 0SEND_F0 for it"),
+    ([["0F0", "0OFFLOAD0", "0B0"]], ("missing", 0, None, "0RELOAD0"), "0OFFLOAD0 needs it"),
+    ([["0F0", "0RELOAD0", "0B0"]], ("missing", 0, None, "0OFFLOAD0"), "0RELOAD0 needs it"),
+    ([[*AWAY, "0B0", "0RELOAD0"]], ("order", 0, 2, "0B0"), "needs 0RELOAD0, which comes later"),
+    ([["0F0", "0RELOAD0", "0OFFLOAD0", "0B0"]], ("order", 0, 1, "0RELOAD0"), "needs 0OFFLOAD0"),
+    ([["0OFFLOAD0", "0F0", "0RELOAD0", "0I0", "0W0"]], ("order", 0, 0, "0OFFLOAD0"), "needs 0F0"),
+    ([[*AWAY, "0OFFLOAD0", "0RELOAD0", "0B0"]], ("duplicate", 0, 2, "0OFFLOAD0"), "done before"),
+    ([["0F0", "0B0", "0RECOMPUTE0"]], ("order", 0, 1, "0B0"), "needs 0RECOMPUTE0"),
+    ([["0F0", "0RECOMPUTE0"]], ("kept", 0, 1, "0RECOMPUTE0"), "no B or I of the plan needs it"),
+    (
+        [[*AWAY, "0RECOMPUTE0", "0RELOAD0", "0B0"]],
+        ("kept", 0, 2, "0RECOMPUTE0"),
+        "is reloaded too, rank 0, position 3: leave one out",
+    ),
     ([SENT, ["1F0"]], ("partner", 0, 1, "0SEND_F0"), "rank 1 has no 1RECV_F0 for it"),
     ([SENT], ("partner", 0, 1, "0SEND_F0"), "stage 0 has no neighbour on that side"),
     ([["0RECV_F0", "0F0"]], ("partner", 0, 0, "0RECV_F0"), "stage 0 has no neighbour on that"),

@@ -141,10 +141,12 @@ def test_a_backward_is_a_plain_backward(
 @pytest.mark.parametrize("done", ["nothing", "I", "cleared", "I, cleared", "B", "I, W"])
 def test_memory_is_kept_only_as_long_as_it_is_needed(done: str) -> None:
     stage, inputs, (gradient,) = begun(mlp()), inputs_of(1), drawn(True)
-    outputs = [stage.submod(*inputs)]
-    kept = weakref.ref(outputs[0])
+    outputs, mark = [stage.submod(*inputs)], nn.Identity()
+    outputs[0].grad_fn.metadata["mark"] = mark
+    output, kept = weakref.ref(outputs[0]), weakref.ref(mark)
     stage.keep(0, inputs, outputs)
-    del inputs, outputs
+    del inputs, outputs, mark
+    assert output() is None  # only its place in the graph is
     for part in done.split(", "):
         if part == "B":
             stage.backward(0, [gradient])

@@ -19,11 +19,13 @@ import typer
 
 from taktline.cli.options import OUTPUT, Times, complete_name, optimised
 from taktline.errors import ArgumentError
-from taktline.plan import find, names
+from taktline.plan import Kind, find, names
 from taktline.plan.io import write_text
 from taktline.render.svg import COLOURS, MEANINGS
 
 _SCRIPTS = ("planner.js", "chart.js", "cards.js", "plot.js", "page.js")
+
+_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 _SETTINGS: dict[str, tuple[str, float, float, float, float]] = {
     "ranks": ("ranks", 1, 32, 1, 4),
@@ -81,8 +83,8 @@ def page(schedules: list[str] | None = None, **settings: Any) -> str:
     content: dict[str, Any] = {
         "schedules": {name: find(name).summary for name in known},
         "open": [name for name in names() if find(name).stages_per_rank is None],
-        "colours": {kind.name: colour for kind, colour in COLOURS.items()},
-        "meanings": {kind.name: meaning for kind, meaning in MEANINGS.items()},
+        "colours": {kind.name: COLOURS[kind] for kind in _KINDS},
+        "meanings": {kind.name: MEANINGS[kind] for kind in _KINDS},
         "chosen": list(dict.fromkeys(chosen)),
         "settings": shown,
         "found": _found(tuple(known), *(setting["value"] for setting in shown)),

@@ -272,6 +272,8 @@ def _refusal(program: Program) -> str | None:
         return "a seed is set before each forward, which a replay would not do; leave it out"
     if isinstance(binding.transport, LocalTransport):
         return "ranks are threads, which wait for each other in the middle of a step"
+    if any(work.redraws for work in program.works.values()):
+        return "a forward that is recomputed draws random numbers, which a replay would not repeat"
     return None
 
 

@@ -215,7 +215,7 @@ def is_loop(actions: Sequence[Action]) -> bool:
     """
     order = [microbatch for microbatch, _ in groupby(action.microbatch for action in actions)]
     kinds = {action.kind for action in actions}
-    computes = all(kind.is_compute for kind in kinds)
+    computes = all(kind.is_compute and kind != Kind.RECOMPUTE for kind in kinds)
     return computes and kinds != {Kind.F} and len(order) == len(set(order))
 
 

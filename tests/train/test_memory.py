@@ -1,0 +1,109 @@
+"""A limit of memory: the plan is made to fit, or the error says the least that would do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import taktline as tl
+from taktline.plan import peak_memory
+from taktline.plan.candidates import TRAINING
+from taktline.train import memory
+from taktline.train.auto import limits_of
+from tests.runtime.test_offload import Block, assert_equal, train
+from tests.workers import Workers
+
+RANKS = 4
+
+
+def made(**options: Any) -> tl.Pipeline:
+    torch.manual_seed(0)
+    given = {
+        "example": (torch.randn(2, 8),),
+        "microbatches": 4,
+        "loss_fn": nn.functional.mse_loss,
+        "ranks": RANKS,
+        **options,
+    }
+    return tl.Pipeline([Block() for _ in range(RANKS)], schedule="gpipe", **given)
+
+
+def limit(share: float) -> float:
+    """The weights, and a share of the activations."""
+    pipe = made()
+    weights = TRAINING * sum(p.nbytes for p in pipe.stages[0].parameters())
+    return float(weights + share * peak_memory(pipe.plan, pipe._built.table.work)[0])
+
+
+@pytest.fixture(autouse=True)
+def fast_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "speeds", lambda device: (1e9, 1e6))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.75, 0.5])
+def test_a_plan_that_fits(share: float) -> None:
+    plain, pipe = made(), made(memory=limit(share))
+    assert pipe.plan.saves_memory == (share < 1)
+    with plain.trace():  # each action by itself
+        expected = train(plain)
+    assert_equal(train(pipe), expected)
+    found = pipe.memory()
+    for stage in found.values():
+        assert bool(stage.host) == bool(stage.copied) == bool(stage.measured)
+        assert stage.copied <= stage.measured
+    assert "measured" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory": 100}, "rank 0 needs .* for its weights, their gradients and an optimizer"),
+        ({"memory": lambda: limit(0.0) + 1}, "does not fit into the memory: rank 0 needs at least"),
+        ({"memory": "1 GiB", "example": None}, "pass example="),
+        ({"memory": "many"}, "memory must be a number of bytes above 0, a text such as"),
+        ({"memory": ["1 GiB"]}, "memory is for 1 rank, but there are 4"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], text: str) -> None:
+    given = {name: value() if callable(value) else value for name, value in options.items()}
+    with pytest.raises(tl.TaktlineError, match=text):
+        made(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("2kB", [2000.0] * 2), (["1 KiB", 5], [1024.0, 5.0]), (None, None)]
+)
+def test_limits(given: Any, expected: Sequence[float] | None) -> None:
+    assert limits_of(given, 2) == expected
+
+
+def run_limited(rank: int, group: Any, share: float) -> tuple[list[torch.Tensor], str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "speeds", lambda device: (1e9 * (rank + 1), 1e6))
+        pipe = made(memory=limit_of_processes(share), ranks=None)
+        return copy.deepcopy(train(pipe)[:-1]), str(pipe.memory())
+
+
+def limit_of_processes(share: float) -> float:
+    pipe = made(ranks=None)
+    weights = TRAINING * sum(p.nbytes for p in Block().parameters())
+    return float(weights + share * peak_memory(pipe.plan, pipe._built.table.work)[0])
+
+
+@pytest.mark.processes
+def test_processes_have_one_plan(workers: Workers) -> None:
+    found = workers.run(run_limited, 0.6, ranks=RANKS)
+    plain = made()
+    with plain.trace():
+        expected = train(plain)
+    steps = 4
+    for rank, (tensors, text) in enumerate(found):
+        assert text == found[0][1]
+        own = [p.grad for p in plain.stages[rank].parameters() if p.grad is not None]
+        assert_equal(tensors[:steps], expected[:steps])
+        assert all(map(torch.equal, tensors[steps:], own))
