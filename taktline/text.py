@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -56,11 +57,25 @@ def size_text(count: float) -> str:
     >>> size_text(1536), size_text(12)
     ('1.5 KiB', '12 B')
     """
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = 0
-    while count >= 1024 and power < len(units) - 1:
+    while count >= 1024 and power < len(_UNITS) - 1:
         count, power = count / 1024, power + 1
-    return f"{count:.1f} {units[power]}" if power else f"{count:g} B"
+    return f"{count:.1f} {_UNITS[power]}" if power else f"{count:g} B"
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def bytes_in(text: str) -> float | None:
+    """The reverse, also of units like GB; None if a text is no size.
+
+    >>> bytes_in("16GiB") == 16 * 2**30, bytes_in("24 GB"), bytes_in("much")
+    (True, 24000000000.0, None)
+    """
+    found = re.fullmatch(r"([\d.]+) ?([KMGT]?)(i?)B", text.strip())
+    if found is None or found[1].count(".") > 1 or not found[1].strip("."):
+        return None
+    return float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
 
 
 def table(rows: Sequence[Sequence[str]], left: Iterable[str] = ()) -> str:
