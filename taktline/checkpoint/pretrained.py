@@ -252,28 +252,17 @@ class PretrainedFiles(UserDict[str, Any]):
         return source.make(self._model, stored)[name]
 
 
-def _transformers(what: str) -> Any:
-    """The library, or an error that names the extra."""
+def build(source: Any) -> tuple[nn.Module, PretrainedFiles | None]:
+    """A model of transformers without values, and the files with the values, if there are any."""
     try:
         import transformers
     except ImportError as error:
-        text = f"{what} needs transformers: pip install 'taktline[transformers]'"
+        text = "from_pretrained needs transformers: pip install 'taktline[transformers]'"
         raise CheckpointError(text) from error
-    return transformers
-
-
-def config_of(path: Path) -> Any:
-    """The config in a folder or file."""
-    return _transformers("a config").AutoConfig.from_pretrained(path)
-
-
-def build(source: Any) -> tuple[nn.Module, PretrainedFiles | None]:
-    """A model of transformers without values, and the files with the values, if there are any."""
-    transformers = _transformers("from_pretrained")
     from taktline.split import deferred
 
     folder = None if isinstance(source, transformers.PretrainedConfig) else Path(source)
-    config: Any = source if folder is None else config_of(folder)
+    config: Any = source if folder is None else transformers.AutoConfig.from_pretrained(folder)
     if folder is not None and getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(
             f"the weights in {folder} are quantised, and are not read in parts; load the model "

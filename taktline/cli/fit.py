@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,8 @@ import typer
 from taktline.cli.options import Json, complete_name, echo_json
 from taktline.errors import ArgumentError
 from taktline.plan import find
-from taktline.text import bytes_in, table
+from taktline.plan.memory import RankLimit, estimate, memory_table
+from taktline.text import table
 
 
 def fit(
@@ -42,12 +44,11 @@ def fit(
     """
     import torch
 
-    from taktline.plan.memory import RankLimit, estimate, memory_table
     from taktline.split import by_names
     from taktline.train.memory import cuts_within, stage_bytes
     from taktline.train.stage_table import measure
 
-    limits = [RankLimit(memory=_memory(text)) for text in ranks.split(",")]
+    limits = RankLimit.read([{"memory": text} for text in ranks.split(",")])
     make: Any = getattr(torch.optim, optimizer, None)
     if torch.optim.Optimizer not in getattr(make, "__mro__", ()):
         raise ArgumentError(f"torch.optim has no optimizer {optimizer!r}")
@@ -56,7 +57,7 @@ def fit(
     ids = torch.zeros(rows, length, dtype=torch.int64)
     example: Any = (), {"input_ids": ids, "labels": ids}
     names = cuts_within(model, plan, example, limits, None, make)
-    stages = by_names(model, names, example=example)
+    stages = by_names(model, names, example=example) if names else [model]
     found = estimate(plan, stage_bytes(stages, measure(stages, example) or (), make))
     if json:
         ends = zip(found, limits, strict=True)
@@ -73,24 +74,23 @@ def fit(
     )
 
 
-def _memory(text: str) -> float:
-    size = bytes_in(text)
-    if not size:
-        raise ArgumentError(f"--ranks takes the memory of each rank, such as 16GiB, not {text!r}")
-    return size
-
-
 def _model(config: Path, lora: int | None) -> Any:
     """The model of a config without data; with adapters, if a rank for them is given."""
-    from taktline.checkpoint import pretrained
-
     if not config.exists():
         raise ArgumentError(f"there is no {config}")
-    model, _ = pretrained.build(pretrained.config_of(config))
-    if lora is None:
-        return model
+    from taktline.checkpoint import pretrained
+
     try:
+        from transformers import AutoConfig
+
+        model, _ = pretrained.build(AutoConfig.from_pretrained(config))
+        if lora is None:
+            return model
         from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ArgumentError("--lora needs peft: pip install 'taktline[clients]'") from None
-    return get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))  # pyright: ignore
+    except ImportError as error:
+        extra = "clients" if error.name == "peft" else "transformers"
+        text = f"{error.name} is missing: pip install 'taktline[{extra}]'"
+        raise ArgumentError(text) from None
+    with warnings.catch_warnings():  # peft asks transformers for what will have another name
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))  # pyright: ignore

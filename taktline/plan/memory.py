@@ -40,13 +40,11 @@ class RankLimit:
     def read(cls, given: Sequence[Any]) -> list[RankLimit]:
         """Those of a list of dicts, one for each rank."""
         takes, found = 'a dict such as {"memory": "16GiB", "speed": 1.4}', list[RankLimit]()
-        if not given:
-            refuse("ranks", f"a list with {takes} for each rank, or their number", given)
         for rank, each in enumerate(given):
             if not isinstance(each, dict) or not {*each} <= {"memory", "speed"}:  # pyright: ignore
                 refuse(f"ranks[{rank}]", takes, each, MismatchError)
             memory: Any = each.get("memory", math.inf)
-            memory = bytes_in(memory) if isinstance(memory, str) else memory
+            memory = bytes_in(memory) or memory if isinstance(memory, str) else memory
             if memory != math.inf:
                 what = f"the memory of rank {rank}, in bytes or as a text like 16GiB,"
                 memory = check(what, memory, float, least=1, error=MismatchError)

@@ -189,6 +189,7 @@ def build(given: SimpleNamespace) -> Built:
         state = _state_of(given, modules, ranks)
         table = StageTable.of(plan, modules, given.example, ranks.transport)
         table.prepared = given.prepare is not None
+        table.limits = given.limits or ()
         if given.limits and table.needs is not None:
             listed = [modules[stage] for stage in range(plan.stages)]
             found = estimate(plan, stage_bytes(listed, table.needs))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,6 +19,7 @@ from taktline import pytree
 from taktline.device import keep_generators
 from taktline.meta import as_arguments, name_of
 from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
+from taktline.plan.memory import RankLimit
 from taktline.private import private
 from taktline.side_values import SideValues, Skip
 from taktline.split.costs import OperationCounter
@@ -161,6 +163,8 @@ class StageTable:
     """The layers of each stage, as a text, and how many parameters it has."""
     needs: list[StageNeeds] | None
     """Of each stage for the example, if known."""
+    limits: Sequence[RankLimit] = ()
+    """What each rank has, if it was said."""
     memory: str = ""
     """What each rank holds, and what is left of its memory, as a table."""
     prepared: bool = False
@@ -193,7 +197,10 @@ class StageTable:
         """The costs of the stages, if they were counted: work for time, bytes for memory."""
         if self.needs is None or not any(need.work[0] for need in self.needs):
             return None
-        forward, inputs, weights = zip(*(need.work for need in self.needs), strict=True)
+        speeds = [limit.speed for limit in self.limits] or [1.0] * self.plan.ranks
+        rates = np.array(speeds)[[*self.plan.placement.rank_of]]
+        times = np.array([need.work for need in self.needs]).T / rates
+        forward, inputs, weights = map(tuple, times.tolist())
         return Costs(
             forward=forward,
             backward_input=inputs,

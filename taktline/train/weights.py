@@ -32,8 +32,12 @@ def require_trainable(model: nn.Module, data_parallel: str | None) -> None:
                 f"{kind}, and would need a gradient, which it cannot have: freeze it by "
                 "requires_grad_(False), and train adapters beside it, by peft.get_peft_model()"
             )
-        if data_parallel == "fsdp":
-            raise MismatchError(f'{kind}, so FSDP cannot shard it; pass data_parallel="ddp"')
+        # DDP copies all weights to replicas as plain tensors.
+        if data_parallel == "fsdp" or (data_parallel and hasattr(parameter, "__tensor_flatten__")):
+            raise MismatchError(
+                f"{kind}, which {data_parallel} cannot copy to replicas; quantise with "
+                'bitsandbytes, and pass data_parallel="ddp"'
+            )
     for names in uses.values():
         adapted = next((name for name in names if ".base_layer." in name), None)
         if adapted is not None and len(names) > 1:

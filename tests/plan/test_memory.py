@@ -74,7 +74,6 @@ def test_the_cut_is_the_best_of_all(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ([], "ranks must be"),
         ([3], r"ranks\[0\] must be a dict such as {\"memory\": \"16GiB\", \"speed\": 1.4}, not 3"),
         ([{"memory": 1e9}, {"size": 3}], r"ranks\[1\] must be a dict"),
         ([{"memory": "16 GIGS"}], "the memory of rank 0, in bytes or as a text like 16GiB, must"),

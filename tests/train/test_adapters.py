@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import taktline as tl
 from taktline.runtime.ports import Outgoing
 from taktline.split.auto import record_layers
+from taktline.train.weights import require_trainable
 from tests.workers import Workers
 
 peft = pytest.importorskip("peft", reason="pip install 'taktline[clients]'")
@@ -77,7 +80,8 @@ def adapted(base: str = "float32", **options: Any) -> Any:
 
 
 def plain(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    losses = [model(input_ids=part, labels=part).loss / 4 for part in TOKENS.chunk(4)]
+    parts = TOKENS.to(next(model.parameters()).device).chunk(4)
+    losses = [model(input_ids=part, labels=part).loss / 4 for part in parts]
     for loss in losses:
         loss.backward()
     return sum(loss.item() for loss in losses), gradients(model)
@@ -123,6 +127,17 @@ def test_trains_as_in_one_process(
         assert torch.equal(pipe.eval(input_ids=TOKENS[:2]).logits, wanted_logits)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("base", BASES)
+def test_trains_on_a_gpu_as_in_one_process(base: str) -> None:
+    """The weights are quantised on the CPU, and moved."""
+    _, wanted = plain(adapted(base).cuda())
+    pipe = pipeline(adapted(base), ranks=2, device="cuda")
+    pipe.step(input_ids=TOKENS, labels=TOKENS)
+    require_equal(gradients(pipe), wanted)
+
+
 def trained(rank: int, group: Any, schedule: str, late: bool, folder: str) -> Any:
     """The loss and gradients of a rank, and how many gradients it has sent in each step."""
     warnings.simplefilter("ignore", FutureWarning)
@@ -146,8 +161,8 @@ def trained(rank: int, group: Any, schedule: str, late: bool, folder: str) -> An
     return float(loss), gradients(pipe), sent
 
 
-def mesh_of(group: Any) -> Any:
-    return torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+def mesh_of(group: Any) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
 
 
 @pytest.mark.processes
@@ -177,6 +192,34 @@ def test_over_processes(
     names = peft.PeftModel.from_pretrained(llama(), tmp_path).state_dict()
     changed = adapted(**options).state_dict()
     assert all(torch.equal(names[name], changed[name]) for name in wanted)
+
+
+def replicated(rank: int, group: Any, base: str) -> Any:
+    """Two pipelines with the same batch."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipe = pipeline(adapted(base), mesh=mesh, data_parallel="ddp")
+    pipe.step(input_ids=TOKENS, labels=TOKENS)
+    wrapped = [s for s in pipe.stages.values() if isinstance(s, DistributedDataParallel)]
+    sizes = [int(s._get_ddp_logging_data()["total_parameter_size_bytes"]) for s in wrapped]
+    return gradients(pipe), sizes
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("base", ["float32", "nf4"])
+def test_adapters_alone_are_reduced(workers: Workers, base: str) -> None:
+    _, wanted = plain(adapted(base))
+    found = workers.run(replicated, base, ranks=4)
+    require_equal({k: v for each, _ in found for k, v in each.items()}, wanted)
+    trained = sum(value.nbytes for value in wanted.values())
+    assert [sizes for _, sizes in found] == [[trained // 2]] * 4
+
+
+@pytest.mark.parametrize(("base", "way"), [("int8", "ddp"), ("nf4", "fsdp")])
+def test_replicas_that_cannot_be_made(base: str, way: Any) -> None:
+    text = rf"is quantised \(.*\), which {way} cannot copy to replicas; quantise with bitsandbytes"
+    with pytest.raises(tl.MismatchError, match=text):
+        require_trainable(adapted(base), way)
 
 
 def test_frozen_layers_have_no_w() -> None:

@@ -111,6 +111,7 @@ def test_over_processes(workers: Workers) -> None:
         ({"ranks": [{}, {}], "memory": 1e9}, "leave out memory="),
         ({"ranks": [{}, {"speed": 2}], "schedule": "auto"}, 'leave out "speed"'),
         ({"ranks": [{}, {}], "example": None}, "pass example="),
+        ({"ranks": []}, "ranks must be a whole number from 1"),
         ({"ranks": [{"gpu": 1}]}, r"ranks\[0\] must be a dict"),
     ],
 )
@@ -164,6 +165,7 @@ def test_fit_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert each["optimizer"] == pytest.approx(2 * each["weights"], rel=0.01)
         assert sum(v for k, v in each.items() if k != "memory") <= each["memory"]
     assert whole["ranks"][0]["weights"] < whole["ranks"][1]["weights"]
+    assert json.loads(ok(*words, "--ranks", "1GiB"))["starts"] == []
     pytest.importorskip("peft")
     adapted = json.loads(ok(*words, "--ranks", "20MiB,20MiB", "--lora", "4"))
     assert all(each["gradients"] < each["weights"] / 20 for each in adapted["ranks"])
@@ -174,10 +176,10 @@ def test_fit_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("words", "missing", "text"),
     [
         ("--ranks 1KiB,2KiB", "", "no rank is large enough for"),
-        ("--ranks 20", "", "--ranks takes the memory of each rank, such as 16GiB, not '20'"),
+        ("--ranks 20", "", "the memory of rank 0, in bytes or as a text like 16GiB, must be"),
         ("--ranks 20MiB --optimizer Nadam", "", "torch.optim has no optimizer 'Nadam'"),
-        ("--ranks 2GiB --lora 4", "peft", "--lora needs peft: pip install 'taktline[clients]'"),
-        ("--ranks 2GiB", "transformers", "a config needs transformers: pip install 'taktline[tr"),
+        ("--ranks 2GiB --lora 4", "peft", "peft is missing: pip install 'taktline[clients]'"),
+        ("--ranks 2GiB", "transformers", "transformers is missing: pip install 'taktline[tran"),
     ],
 )
 def test_what_fit_refuses(
