@@ -184,9 +184,10 @@ def cut(
         most[[*stages]] = live.max(axis=0)
 
     def takes(stage: int, start: int, end: int) -> float:
-        took, needs, kept = (each[end] - each[start] for each in sums)
-        fits = bool(needs + most[stage] * kept <= limits[rank_of[stage]])
-        return took / float(rates[rank_of[stage]]) if fits else math.inf
+        took, needs, kept = (float(each[end] - each[start]) for each in sums)
+        rank = placement.rank_of[stage]
+        fits = needs + float(most[stage]) * kept <= limits[rank]
+        return took / float(rates[rank]) if fits else math.inf
 
     starts = [cheapest(len(units), n, takes, max), balance(time.tolist(), n).bounds]
     best = [*min(filter(None, starts), key=score)]

@@ -41,15 +41,16 @@ class RankLimit:
         """Those of a list of dicts, one for each rank."""
         takes, found = 'a dict such as {"memory": "16GiB", "speed": 1.4}', list[RankLimit]()
         for rank, each in enumerate(given):
-            if not isinstance(each, dict) or not {*each} <= {"memory", "speed"}:  # pyright: ignore
-                refuse(f"ranks[{rank}]", takes, each, MismatchError)
-            memory: Any = each.get("memory", math.inf)
+            has: Any = each
+            if not isinstance(each, dict) or not {*has} <= {"memory", "speed"}:
+                refuse(f"ranks[{rank}]", takes, has, MismatchError)
+            memory: Any = has.get("memory", math.inf)
             memory = bytes_in(memory) or memory if isinstance(memory, str) else memory
             if memory != math.inf:
                 what = f"the memory of rank {rank}, in bytes or as a text like 16GiB,"
                 memory = check(what, memory, float, least=1, error=MismatchError)
             what = f"the speed of rank {rank}"
-            speed = check(what, each.get("speed", 1.0), float, least=1e-6, error=MismatchError)
+            speed = check(what, has.get("speed", 1.0), float, least=1e-6, error=MismatchError)
             found.append(cls(memory=memory, speed=speed))
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -109,9 +110,9 @@ def cuts_within(
     stages = stage_bytes(fine, needs, optimizer)
     sizes = [[float(s.activations), s.held, s.messages] for s in stages]
     units = Units(np.stack([took, 2 * took, took, took]), np.array(sizes).T)
-    # Messages of the largest boundary: which ones there are, the cut decides.
-    most = [max(stage.messages for stage in stages)] * plan.stages
-    messages = boundary_messages(plan, most)
+    # Those of a usual boundary: which ones there are, the cut decides.
+    usual = [median(stage.messages for stage in stages)] * plan.stages
+    messages = boundary_messages(plan, usual)
     rooms = [limit.memory - some for limit, some in zip(limits, messages.tolist(), strict=True)]
     speeds, names = [limit.speed for limit in limits], ["the first layers", *fine.starts]
     bounds = cut(units, plan.placement, rooms, speeds, in_flight(plan))
