@@ -31,7 +31,7 @@ model = get_peft_model(LlamaForCausalLM(config), lora).train()
 tokens = (torch.arange(16)[:, None] * 8 + torch.arange(32)) % 128
 
 pipe = tl.Pipeline(
-    model.get_base_model(),  # the model with the adapters in it
+    model,
     example={"input_ids": tokens[:4], "labels": tokens[:4]},
     microbatches=4,
     ranks=2,
@@ -45,10 +45,4 @@ for step in range(options.steps):
     optimizer.zero_grad()
     if pipe.is_first:
         print(f"step {step + 1}: loss {loss:.4f}")
-
-# Adapters only, under the names that peft gives them; PeftModel.from_pretrained reads them.
-state = pipe.state_dict(gathered=True)  # on the first rank
-if state:
-    adapters = {f"base_model.model.{name}": state[name] for name in state if "lora_" in name}
-    model.save_pretrained(options.save, state_dict=adapters)
-    print(f"saved {len(adapters)} of {len(state)} tensors")
+pipe.save_pretrained(options.save)  # adapters only; PeftModel.from_pretrained reads them

@@ -57,11 +57,13 @@ def size_text(count: float) -> str:
     >>> size_text(1536), size_text(12)
     ('1.5 KiB', '12 B')
     """
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = 0
-    while count >= 1024 and power < len(units) - 1:
+    while count >= 1024 and power < len(_UNITS) - 1:
         count, power = count / 1024, power + 1
-    return f"{count:.1f} {units[power]}" if power else f"{count:g} B"
+    return f"{count:.1f} {_UNITS[power]}" if power else f"{count:g} B"
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_in(text: str) -> float | None:

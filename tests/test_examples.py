@@ -26,14 +26,15 @@ CASES = {
     "gpt": (["--steps", "10", "--microbatches", "2"], 4, "step 10: loss"),
     "hugging_face": (["--steps", "4", "--layers", "2"], 2, "among them transformer.wte.weight"),
     "trainer": (["--steps", "3"], 2, "step 3: loss"),
-    "lora": (["--steps", "3"], 2, "saved 16 of 55 tensors"),
+    "lora": (["--steps", "3"], 2, "step 3: loss"),
+    "qlora": (["--steps", "3"], 2, "step 3: loss"),
     "lightning_module": (["--steps", "3"], 2, "step 3: loss"),
     "from_config": (["--training.steps=2"], 4, "step 2: loss"),
     "custom_schedule": (["--steps", "2"], 2, "step 2: loss"),
     "inference": (["--tokens", "2"], 2, "\nhij\n"),
     "resumable": (["--steps", "10"], 2, "step 10: loss"),
 }
-NEEDS = {"lora": "peft", "lightning_module": "pytorch_lightning"}
+NEEDS = {"lora": "peft", "qlora": "peft", "lightning_module": "pytorch_lightning"}
 
 
 def run(command: list[str], folder: Path, ranks: int = 1) -> list[str]:

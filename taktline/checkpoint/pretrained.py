@@ -257,11 +257,17 @@ def build(source: Any) -> tuple[nn.Module, PretrainedFiles | None]:
     try:
         import transformers
     except ImportError as error:
-        raise CheckpointError("from_pretrained needs transformers: install it") from error
+        text = "from_pretrained needs transformers: pip install 'taktline[transformers]'"
+        raise CheckpointError(text) from error
     from taktline.split import deferred
 
     folder = None if isinstance(source, transformers.PretrainedConfig) else Path(source)
     config: Any = source if folder is None else transformers.AutoConfig.from_pretrained(folder)
+    if folder is not None and getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"the weights in {folder} are quantised, and are not read in parts; load the model "
+            "with AutoModelForCausalLM.from_pretrained(…), and pass it to Pipeline"
+        )
     names = getattr(config, "architectures", None) or []
     kind = next((found for name in names if (found := getattr(transformers, name, None))), None)
     before, dtype = torch.get_default_dtype(), getattr(config, "dtype", None)

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from taktline import __version__
 from taktline.cli.commands import balance, check, compare, plan, show, simulate
 from taktline.cli.explorer import explore
+from taktline.cli.fit import fit
 from taktline.cli.optimise import optimise
 from taktline.cli.options import Size, Times
 from taktline.cli.ranks import demo, doctor
@@ -96,5 +97,6 @@ def _as_command(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for _command in (plan, check, show, simulate, compare, optimise, explore, balance, demo, doctor):
+_PLANNING = (plan, check, show, simulate, compare, optimise, explore, balance)
+for _command in (*_PLANNING, fit, demo, doctor):
     app.command()(_as_command(_command))

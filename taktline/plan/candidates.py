@@ -12,7 +12,7 @@ import numpy as np
 from taktline.errors import ScheduleError
 from taktline.plan.memory import peak_memory
 from taktline.plan.optimise import bound, optimise
-from taktline.plan.partition import balance
+from taktline.plan.partition import balance, cheapest
 from taktline.plan.plan import Placement, Plan
 from taktline.plan.portfolio import fitting
 from taktline.plan.rows import FloatArray
@@ -20,9 +20,6 @@ from taktline.plan.sharing import predict
 from taktline.plan.units import Units
 from taktline.plan.work import Work
 from taktline.text import counted, size_text, table
-
-TRAINING = 4
-"""Bytes in training for each byte of weights: themselves, their gradients, and Adam's two means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +77,7 @@ def candidates(
     found: list[Candidate] = []
     for each in placements:
         bounds = tuple(range(len(units) + 1)) if placement else cut(units, each, limits)
-        first, weights = (_by_rank(each, part) for part in units.held(bounds))
-        held = TRAINING * weights
+        first, held = (_by_rank(each, part) for part in units.held(bounds))
         lack = held + first - limits
         if (lack > 0).any():
             worst = int(lack.argmax())
@@ -154,28 +150,52 @@ def _planned(
 _ROUNDS = 500
 
 
-def cut(units: Units, placement: Placement, limits: Sequence[float]) -> tuple[int, ...]:
+def cut(
+    units: Units,
+    placement: Placement,
+    limits: Sequence[float],
+    speeds: Sequence[float] | None = None,
+    flights: Sequence[FloatArray] | None = None,
+) -> tuple[int, ...]:
     """Where the stages begin and end, so that the busiest rank has as little to do as possible.
+
+    ``flights`` are the micro-batches in flight, as :func:`in_flight` finds them in a plan; by
+    default one. Where nothing fits into the limits, it lacks as little as possible.
 
     >>> units = Units(np.array([[1.0] * 7 + [4.0]] * 4))
     >>> cut(units, Placement.v(2), [math.inf] * 2)
     (0, 2, 4, 7, 8)
     """
     time = units.times[:2].sum(0)
-    keeps, weights = units.held(range(len(units) + 1))
-    need = TRAINING * weights + keeps
-    rank_of, ends = np.array(placement.rank_of), [0.0]
-    sums = [np.concatenate([ends, np.cumsum(each)]) for each in (time, need)]
-    mean = max(float(time.sum()) / placement.ranks, 1e-9)
+    keeps, held = units.held(range(len(units) + 1))
+    rank_of, ends, n = np.array(placement.rank_of), [0.0], placement.stages
+    sums = [np.concatenate([ends, np.cumsum(each)]) for each in (time, held, keeps)]
+    rates = np.ones(placement.ranks) if speeds is None else np.array(speeds, float)
+    mean = max(float(time.sum()) / rates.sum(), 1e-9)
+    own = [placement.stages_of(rank) for rank in range(placement.ranks)]
+    flights = [np.ones((1, len(stages))) for stages in own] if flights is None else flights
 
     def score(bounds: Sequence[int]) -> tuple[float, float, float]:
-        busy, used = (
-            np.bincount(rank_of, np.diff(each[np.array(bounds)]), placement.ranks) for each in sums
-        )
+        parts = [np.diff(each[np.array(bounds)]) for each in sums]
+        busy = np.bincount(rank_of, parts[0], placement.ranks) / rates
+        peaks = [(live @ parts[2][[*s]]).max() for s, live in zip(own, flights, strict=True)]
+        used = np.bincount(rank_of, parts[1], placement.ranks) + np.array(peaks)
         lack = np.maximum(used - limits, 0.0)
         return float(lack.max()), float(lack.sum()), float(((busy / mean) ** 8).sum())
 
-    best: list[int] = [*balance(time.tolist(), placement.stages).bounds]
+    # With one stage on each rank this is the best cut already, if any keeps within the limits.
+    most = np.zeros(n)
+    for stages, live in zip(own, flights, strict=True):
+        most[[*stages]] = live.max(axis=0)
+
+    def takes(stage: int, start: int, end: int) -> float:
+        took, needs, kept = (float(each[end] - each[start]) for each in sums)
+        rank = placement.rank_of[stage]
+        fits = needs + float(most[stage]) * kept <= limits[rank]
+        return took / float(rates[rank]) if fits else math.inf
+
+    starts = [cheapest(len(units), n, takes, max), balance(time.tolist(), n).bounds]
+    best = [*min(filter(None, starts), key=score)]
     least, better = score(best), True
     inner = range(1, placement.stages)
     # Each cut by itself, and all between two of them: stages in between move as they are.

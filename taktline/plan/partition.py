@@ -111,10 +111,10 @@ def balance(
     def cost(stage: int, start: int, end: int) -> float:
         return math.inf if lack(stage, start, end) else costs_to[end] - costs_to[start]
 
-    rough = _cheapest(layers, stages, cost, max)
+    rough = cheapest(layers, stages, cost, max)
     if rough is None:
         # Raising every limit by what the worst stage of this cut lacks lets it through.
-        nearest = list(enumerate(pairwise(_cheapest(layers, stages, lack, max) or ())))
+        nearest = list(enumerate(pairwise(cheapest(layers, stages, lack, max) or ())))
         stage, ends = max(nearest, key=lambda each: lack(each[0], *each[1]))
         short = Fraction(int(lack(stage, *ends)), unit)
         raise PartitionError(
@@ -130,12 +130,12 @@ def balance(
         size = cost(stage, start, end)
         return size**2 if size <= largest else math.inf
 
-    bounds = _cheapest(layers, stages, square, operator.add) or rough
+    bounds = cheapest(layers, stages, square, operator.add) or rough
     stage_memory = None if memory is None else _sums(needs, bounds)
     return Partition(bounds=bounds, stage_costs=_sums(sizes, bounds), stage_memory=stage_memory)
 
 
-def _cheapest(
+def cheapest(
     layers: int,
     stages: int,
     cost: Callable[[int, int, int], float],

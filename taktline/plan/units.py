@@ -34,7 +34,8 @@ class Units:
     times: FloatArray
     """Of F, B, I and W, a row each."""
     sizes: FloatArray = field(default_factory=lambda: np.zeros((3, 1)))
-    """Bytes: what a forward keeps for its backward, weights, and what goes to the next unit."""
+    """Bytes: what a forward keeps for its backward, what a unit holds all the time (weights,
+    gradients, optimizer state), and what goes to the next unit."""
     overhead: tuple[float, ...] = (0.0,) * len(KINDS)
     """What an action costs beside its work: saved for each two units in one stage."""
     send: float = 0.0
@@ -51,7 +52,7 @@ class Units:
         return self.times.shape[1]
 
     def held(self, bounds: Sequence[int]) -> FloatArray:
-        """For each stage the bytes that a forward keeps for its backward, and its weights."""
+        """For each stage the bytes that a forward keeps for its backward, and that it holds."""
         sizes = np.broadcast_to(self.sizes, (3, len(self)))
         return np.add.reduceat(sizes[:2], bounds[:-1], axis=1)
 

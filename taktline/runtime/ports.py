@@ -281,6 +281,19 @@ class Incoming:
         return buffer
 
 
+class Silent:
+    """A boundary that no gradient crosses, as all before it is frozen: nothing is sent."""
+
+    def take(self, microbatch: int) -> Values:
+        """No gradients."""
+        return (), None
+
+    def give(self, *_: object) -> None:
+        """Nothing."""
+
+    post = send = fail = discard = give
+
+
 def ports_of(binding: Binding, known: Signatures | None) -> dict[int, Ports]:
     """The ports of this rank's stages; without known signatures each message describes itself."""
     stages, trains, transport = binding.stages, binding.trains, binding.transport
@@ -301,21 +314,29 @@ def ports_of(binding: Binding, known: Signatures | None) -> dict[int, Ports]:
             found.append(made[key])
         return found
 
-    def incoming(stage: int, channel: Channel) -> Incoming:
+    def crosses_back(signatures: Sequence[Signature]) -> bool:
+        return any(signature.gradients for signature in signatures)
+
+    def incoming(stage: int, channel: Channel) -> Incoming | Silent:
         port = partial(Incoming, transport.receiver(channel), stages[stage], queues[channel])
         if known is None:
             return port()
         signatures = known.arriving.get(stage, [])
         if channel.gradients:
+            if not crosses_back(known.leaving[stage]):
+                return Silent()
             signatures = [Signature(s.gradients) for s in known.leaving[stage]]
         return port(laid_out(stage, [s.tensors for s in signatures]), signatures)
 
-    def outgoing(stage: int, channel: Channel) -> Outgoing:
+    def outgoing(stage: int, channel: Channel) -> Outgoing | Silent:
         post, device = transport.sender(channel, eager=known is None), stages[stage].device
         if known is None:
             return Outgoing((channel, stage), post, Sends(), device)
         # In training, the gradient of a micro-batch shows that its activations have arrived.
-        answered = trains and not channel.gradients
+        table = known.arriving if channel.gradients else known.leaving
+        if not (crosses := crosses_back(table[stage])) and channel.gradients:
+            return Silent()
+        answered = trains and not channel.gradients and crosses
         unlimited = answered or not binding.sends_may_wait
         port = partial(
             *(Outgoing, (channel, stage), post),

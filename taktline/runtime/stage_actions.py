@@ -308,8 +308,8 @@ class Work:
             if self.arrived is not None:
                 self.arrived()
             gradients = [*found, *gradients] if gradients else found
-            # A gradient shows that the activations of its micro-batch have arrived.
-            ports.activations_out.settle(microbatch)
+            if found:  # a gradient shows that the activations of its micro-batch have arrived
+                ports.activations_out.settle(microbatch)
         if self._stage.away:
             self._stage.arrive(microbatch)
         if side is None:

@@ -312,7 +312,7 @@ def _time(model: nn.Module, step: Step, device: torch.device) -> float:
     fewest, most = _RUNS
     while len(took) <= fewest or (len(took) <= most and sum(took[1:]) < _ENOUGH):
         values = {key: _there(part, device) for key, part in given.items()}
-        for value in values.values():
+        for value in values.values() if step.needs_backward else ():
             value.requires_grad_(value.is_floating_point() or value.is_complex())
         args, kwargs = filled((step.args, step.kwargs), {k: v.clone() for k, v in values.items()})
         with SideValues(0, {}), torch.enable_grad():

@@ -21,6 +21,8 @@ _NUMBER = 16
 """A number that is read or written takes as long as so many operations of a product."""
 _CALL = 100_000
 """The same of a call, forward and backward, as small as it may be."""
+_OF_ACTIVATIONS = re.compile(r"bmm|attention")
+"""Products without a weight."""
 
 _Mode = private("torch.utils._python_dispatch.TorchDispatchMode", "counting operations")
 
@@ -45,11 +47,26 @@ class OperationCounter(_Mode):
         """Numbers that operations read and write, without views."""
         self.calls = 0
         """Operations, without views."""
+        self.backward_input = 0
+        """The cost of the operations that the backward passes through."""
+        self._products = self._trained = 0
+        """The flops of products with weights, and of those whose weights get gradients."""
 
     @property
     def cost(self) -> int:
         """How long it takes, in the time of one floating-point operation of a product."""
         return self.flops + _NUMBER * self.numbers + _CALL * self.calls
+
+    @property
+    def backward_weight(self) -> int:
+        """The cost of the gradients of weights: nothing where all of them are frozen."""
+        products = self._products or 1
+        return self.backward_input * (self._trained if self._products else 1) // products
+
+    @property
+    def training(self) -> int:
+        """The cost of a forward with its backward, over 3: ``cost`` where all weights train."""
+        return (self.cost + self.backward_input + self.backward_weight) // 3
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,10 +77,18 @@ class OperationCounter(_Mode):
         is_view = any(alias is not None and not alias.is_write for alias in made)
         is_view = is_view or name in _VIEWS
         if all_tensors(result) and not is_view:  # it computes, and does not only ask
+            before = self.cost
             self.calls += 1
-            self.flops += _flops(func, args, kwargs, result)
-            written = _size(result)
+            self.flops += (flops := _flops(func, args, kwargs, result))
+            written, given = _size(result), all_tensors((args, kwargs))
             self.numbers += written + (written if name in _GATHERS else _size((args, kwargs)))
+            if any(tensor.requires_grad for tensor in given):
+                self.backward_input += self.cost - before
+                if flops and not _OF_ACTIVATIONS.search(name):
+                    # A quantised weight is a tensor without a gradient here, too.
+                    weight = [tensor for tensor in given if tensor.ndim > 1][-1:]
+                    self._products += flops
+                    self._trained += flops * any(tensor.requires_grad for tensor in weight)
         return result
 
 

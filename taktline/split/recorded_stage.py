@@ -36,7 +36,7 @@ from taktline.split.steps import (
     parts_in,
     without_cache,
 )
-from taktline.split.without_data import EmptyModel, has_data
+from taktline.split.without_data import EmptyModel, NeedsData, has_data
 from taktline.stage.kinds import CompiledCall
 from taktline.stage.names import unwrapped
 from taktline.text import counted
@@ -86,7 +86,7 @@ class StageProgram:
         try:
             if self.plan.guards:
                 self._run(self._guards, stage, (), tensors)
-        except Differs:
+        except (Differs, NeedsData):
             return not has_data([*tensors, *received])  # as in a run that only counts
         return True
 

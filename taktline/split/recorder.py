@@ -434,12 +434,13 @@ class Recorder(TorchFunctionMode):
         own = {self.known(tensor) for tensor in tensors}
         own.update(v for s in record.steps if s.target == name for v in (*s.reads, *s.places))
         uses = partial(self._require_own, name, own)
-        output, step.is_made_up, writes, cost = self.fakes.run_unit(module, call, given, uses)
+        output, step.is_made_up, writes, counter = self.fakes.run_unit(module, call, given, uses)
         self.generators.note()
         torch.rand(())  # as if it had drawn: a state that is set back is seen
         self.attributes[name] = attributes_in(module)
         self.shared_state.note(name)
-        record.costs[Cut(name, step.call)] = cost
+        record.costs[Cut(name, step.call)] = getattr(counter, "training", 0)
+        step.needs_backward = getattr(counter, "backward_input", 1) > 0
         self._note_writes(step, tensors, writes)
         self._note_outputs(step, output, f"{name} (its output)")
         for path, tensor in walk(given, ((False, "arguments"),)):  # such as in lists and dicts

@@ -441,6 +441,8 @@ class Step:
     """Whether it must run once alone: it draws random numbers, or has side effects."""
     call: int = 0
     """Of a unit: which call of it."""
+    needs_backward: bool = True
+    """Of a unit: whether anything that it computes with gets a gradient."""
 
     @property
     def reads(self) -> list[Value]:

@@ -402,12 +402,12 @@ class Fakes:
 
     def run_unit(
         self, unit: nn.Module, call: Any, given: Call, uses: Callable[[torch.Tensor], None]
-    ) -> tuple[Any, bool, set[int], int]:
+    ) -> tuple[Any, bool, set[int], Any]:
         """Call a unit without data; ``uses`` sees each tensor that it computes with.
 
         Also returns whether some of it needs data, which is made up then, the memory that it
-        changes, and what it costs. If it fails so, such as one that sorts tokens and counts them,
-        it runs with made-up data as a whole.
+        changes, and the counter of what it costs. If it fails so, such as one that sorts tokens
+        and counts them, it runs with made-up data as a whole.
         """
         for tensor in all_tensors(given):
             self.as_fake(tensor)  # outside of the counter
@@ -424,7 +424,7 @@ class Fakes:
             with self.counter() as counter:
                 output = self._run_with_data(unit, call, given, watch)
         self._written |= watch.writes
-        return output, watch.has_made_up, watch.writes, getattr(counter, "cost", 0)
+        return output, watch.has_made_up, watch.writes, counter
 
     def _run_with_data(
         self, unit: nn.Module, call: Callable[..., Any], given: Call, watch: _Watch

@@ -25,9 +25,10 @@ from taktline.split import Pieces
 from taktline.split.auto import divide
 from taktline.stage.names import OPTION, unchanged
 from taktline.text import counted, size_in
+from taktline.train.rank_limits import held_by
 from taktline.train.ranks import Ranks
 from taktline.train.stage_table import StageNeeds, measure
-from taktline.train.trial import Batches, copies, timed, traced, units_of, weights_of
+from taktline.train.trial import Batches, copies, timed, traced, units_of
 
 _FINALISTS = 3
 """So many plans of a kind are timed on the ranks."""
@@ -129,7 +130,7 @@ def rechosen(built: Any) -> tuple[Plan, str]:
         units = units_of(modules, plan, ranks, batches)
         needs = built.table.needs
         weights = ranks.processes.everywhere(
-            lambda: [[stage, weights_of(module)] for stage, module in modules.items()],
+            lambda: [[stage, held_by(module)] for stage, module in modules.items()],
             "count weights",
             _REPLAN,
         )
@@ -268,13 +269,13 @@ def _stages(given: SimpleNamespace, cuts: list[str]) -> Sequence[nn.Module]:
 def _units(given: SimpleNamespace, fine: Pieces, ranks: Ranks, batches: Batches) -> Units:
     """The costs of the pieces: measured on the ranks, or counted for a model on the meta device."""
     needs = together(ranks, lambda: measure(fine, (batches.args[0], batches.kwargs[0])))
-    weights = [weights_of(module) for module in fine]
-    work = [1.0] * len(fine) if needs is None else [float(need.work) for need in needs]
+    weights = [held_by(module) for module in fine]
+    work = np.ones((3, len(fine))) if needs is None else np.array([n.work for n in needs], float).T
     if any(parameter.is_meta for parameter in given.model.parameters()):
-        # A backward takes twice as long as a forward, each of its halves as long as one.
-        counted_work = np.outer([1.0, 2.0, 1.0, 1.0], work)
+        counted_work = np.vstack([work[0], work[1:].sum(0), work[1:]])
         return _with_sizes(Units(counted_work), weights, needs)
-    bounds, m = balance(work, ranks.size).bounds, min(len(batches.args), _MEASURED * ranks.size)
+    bounds = balance(work.sum(0).tolist(), ranks.size).bounds
+    m = min(len(batches.args), _MEASURED * ranks.size)
     plan = contiguous(ranks.size, bounds, m)
     units = units_of(copies(given, fine, plan.placement, ranks), plan, ranks, batches)
     if not ranks.in_one_process:

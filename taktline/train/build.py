@@ -32,6 +32,7 @@ from taktline.errors import (
     text_of,
 )
 from taktline.plan import Kind, NamedSchedule, Plan, find, read
+from taktline.plan.estimate import RankLimit, estimate, memory_table
 from taktline.plan.io import read_cuts
 from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.introduction import BUILDING, compared, together
@@ -48,8 +49,10 @@ from taktline.text import counted
 from taktline.train.auto import check_auto, choose, is_auto, rechosen
 from taktline.train.batches import BatchDims
 from taktline.train.memory import fitted
+from taktline.train.rank_limits import check_limits, cuts_within, stage_bytes
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
 from taktline.train.stage_table import StageTable
+from taktline.train.weights import require_trainable
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
 """A model, a list of its stages, or the stages of this process by their numbers."""
@@ -94,6 +97,11 @@ def checked(arguments: dict[str, Any]) -> SimpleNamespace:
             "measure=True cuts a model by the times of its layers: pass the whole model and "
             "example=(…), the arguments of one micro-batch, and no cuts; or leave out measure=True"
         )
+    given.limits = None
+    if isinstance(given.ranks, Sequence) and not isinstance(given.ranks, str):
+        given.limits = RankLimit.read(given.ranks)
+        given.ranks = len(given.limits)
+        check_limits(given, is_auto=is_auto(given.schedule))
     check_auto(given)
     if given.timeout is not None and not isinstance(given.timeout, timedelta):
         given.timeout = timedelta(seconds=check("timeout", given.timeout, float, least=0.001))
@@ -163,7 +171,7 @@ def build(given: SimpleNamespace) -> Built:
         timeout=given.timeout,
     )
     alone = max(ranks.processes.sizes) == 1
-    told = {"seed": given.seed, "data_parallel": given.data_parallel}
+    told = {"seed": given.seed, "data_parallel": given.data_parallel, "ranks": given.limits}
 
     def cut(measure: Measure | None) -> tuple[Plan, dict[int, nn.Module]]:
         """Cut the model on all ranks; if any cannot, or they differ, all raise why."""
@@ -185,6 +193,11 @@ def build(given: SimpleNamespace) -> Built:
         table.prepared = given.prepare is not None
         if given.memory is not None and not choice:
             plan = table.plan = fitted(plan, table, modules, given.memory, ranks)
+        table.limits = given.limits or ()
+        if given.limits and table.needs is not None:
+            listed = [modules[stage] for stage in range(plan.stages)]
+            found = estimate(plan, stage_bytes(listed, table.needs))
+            table.memory = memory_table(found, given.limits)
         own = {stage: modules[stage] for stage in ranks.stages_of(plan)}
         ready = together(ranks, lambda: _ready(given, own, ranks))
         state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
@@ -376,6 +389,8 @@ def _cut(
 
     ``measure`` returns the times of layers to cut by; without it, their costs are counted.
     """
+    for module in [given.model] if given.is_whole else given.model.values():
+        require_trainable(module, given.data_parallel)
     cut_already = not given.is_whole or given.cuts is not None or given.measure
     if _is_file(given.schedule) and not cut_already:
         given.cuts = read_cuts(given.schedule)
@@ -407,6 +422,8 @@ def _stages(given: SimpleNamespace, plan: Plan, measure: Measure | None) -> Sequ
     is_own = cuts is None and example is None
     example = _own_example(model) if is_own else example
     try:
+        if cuts is None and given.limits:
+            cuts = cuts_within(model, plan, example, given.limits, measure)
         if cuts is not None:
             return split.by_names(model, cuts, example=example)
         if example is not None:

@@ -13,15 +13,14 @@ from torch import nn
 
 from taktline.errors import ScheduleError
 from taktline.plan import Costs, Plan, fit_memory, peak_memory
-from taktline.plan.candidates import TRAINING
 from taktline.plan.io import from_json, to_json
 from taktline.runtime.introduction import BUILDING
 from taktline.stage.offload import copies_on
 from taktline.text import size_text, table
 from taktline.train.auto import limits_of
+from taktline.train.rank_limits import held_by
 from taktline.train.ranks import Ranks
 from taktline.train.stage_table import StageTable
-from taktline.train.trial import weights_of
 from taktline.transport.exchange import share_values
 
 
@@ -110,7 +109,7 @@ def fitted(
             )
         room = list[float]()
         for rank, limit in enumerate(limits or ()):
-            held = TRAINING * sum(weights_of(modules[s]) for s in plan.placement.stages_of(rank))
+            held = sum(held_by(modules[stage]) for stage in plan.placement.stages_of(rank))
             if held >= limit:
                 raise ScheduleError(
                     f"rank {rank} needs {size_text(held)} for its weights, their gradients and an "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,16 +194,21 @@ def own_state(model: ModelState, *, with_rest: bool) -> dict[str, torch.Tensor]:
 
 
 def gathered_state(
-    model: ModelState, ranks: Ranks, *, everywhere: bool = False
+    model: ModelState,
+    ranks: Ranks,
+    *,
+    everywhere: bool = False,
+    only: Container[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The whole state on the CPU of the first rank, or of all; nothing on the others.
 
-    All ranks call it.
+    All ranks call it. ``only`` has the names that are wanted.
     """
     first = 0 in ranks.own
     mine = {
         name: value.full_tensor() if is_sharded(value) else value
         for name, value in own_state(model, with_rest=first).items()
+        if only is None or name in only
     }
     if not ranks.is_first:
         return {}

@@ -24,6 +24,7 @@ from taktline.plan import Plan, write
 from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.train import parameters, steps
+from taktline.train.adapters import adapted, save_adapters
 from taktline.train.batches import SharedLoader
 from taktline.train.build import Built, Model, Prepare, ScheduleChoice, build, checked, replan
 from taktline.train.memory import Memory, memory_of
@@ -62,7 +63,8 @@ class Pipeline:
         microbatches: the number of micro-batches; a batch with fewer rows has one for each row.
         loss_fn: returns the loss of an output and a target. Without one, the loss is the one
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
-        ranks: the number of ranks of the pipeline.
+        ranks: the number of ranks of the pipeline; or a list with what each rank has, such as
+            ``[{"memory": "16GiB"}, {"memory": "24GiB", "speed": 1.4}]``, by which it is cut.
         stages_per_rank: for schedules that leave it open.
         cuts: names of submodules at which new stages begin.
         measure: cuts the model by the times of its layers for the ``example``, which the first rank
@@ -125,7 +127,7 @@ class Pipeline:
         memory: float | str | Sequence[float | str] | None = None,
         microbatches: int | None = None,
         loss_fn: LossFn | None = None,
-        ranks: int | None = None,
+        ranks: int | Sequence[Mapping[str, Any]] | None = None,
         stages_per_rank: int | None = None,
         cuts: Sequence[str] | None = None,
         measure: bool = False,
@@ -533,9 +535,12 @@ class Pipeline:
     ) -> None:
         """Write the model so that ``from_pretrained`` of transformers reads it.
 
-        Every rank calls it, and writes files with its own part.
+        Every rank calls it, and writes files with its own part. Of a model of peft the first rank
+        writes the adapters, for ``PeftModel.from_pretrained``.
         """
         with self._turn:
+            if (whole := adapted(self._built)) is not None:
+                return save_adapters(self._built, whole, folder)
             pretrained.save_pretrained(self._built.model, folder, max_shard_bytes)
 
     def reconnect(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,6 +19,7 @@ from taktline import pytree
 from taktline.device import keep_generators
 from taktline.meta import as_arguments, name_of
 from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
+from taktline.plan.estimate import RankLimit
 from taktline.private import private
 from taktline.side_values import SideValues, Skip
 from taktline.split.costs import OperationCounter
@@ -25,6 +27,7 @@ from taktline.split.recorded_stage import crossings_of
 from taktline.split.steps import all_tensors, arguments_of
 from taktline.stage.names import named_parameters
 from taktline.text import size_text, table
+from taktline.train.weights import is_quantised
 from taktline.transport import Transport
 from taktline.transport.codec import note_containers
 from taktline.transport.exchange import share_values
@@ -45,8 +48,8 @@ class Crossing(NamedTuple):
 class StageNeeds(NamedTuple):
     """What one stage needs for one micro-batch."""
 
-    work: float
-    """What a forward costs, counted."""
+    work: tuple[float, float, float]
+    """What a forward and the two halves of a backward cost, counted."""
     keeps: int
     """Bytes that a forward keeps for its backward."""
     crosses: tuple[Crossing, ...]
@@ -67,17 +70,22 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | No
     tensors = [tensor for m in modules for tensor in (*m.parameters(), *m.buffers())]
     here = next((tensor.device for tensor in tensors), torch.device("cpu"))
     here = torch.device("cpu") if here.type == "meta" else here
-    mode = _FakeMode(allow_non_fake_inputs=True)
+    mode, held = _FakeMode(allow_non_fake_inputs=True), dict[int, Any]()
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             return torch.empty_like(tensor, device=here, requires_grad=tensor.requires_grad)
+        if is_quantised(tensor):  # its operations are those on the weight that it stands for
+            made: Any = torch.empty(tensor.shape, dtype=tensor.dtype, device=here)
+            made.quant_state = getattr(tensor, "quant_state", None)
+            held[id(made.quant_state)] = made.quant_state  # not copied
+            return made
         return mode.from_tensor(tensor)
 
     eagerly = torch.compiler.set_stance("force_eager")
     try:
         with eagerly, keep_generators([here]), torch.enable_grad(), mode:
-            held = {id(tensor): fake(tensor) for tensor in tensors}
+            held |= {id(tensor): fake(tensor) for tensor in tensors}
             call = pytree.tree_map_only(
                 torch.Tensor, lambda part: fake(part.to(here)), arguments_of(example)
             )
@@ -117,7 +125,8 @@ def _needs_of(
             for name, part in zip(chain(names[stage], repeat(other)), crossing, strict=False)
         )
         keeps = sum(size for memory, size in kept.items() if memory not in weights)
-        found.append(StageNeeds(counter.cost, keeps, crosses))
+        work = (counter.cost, counter.backward_input, counter.backward_weight)
+        found.append(StageNeeds(work, keeps, crosses))
     return found
 
 
@@ -154,6 +163,10 @@ class StageTable:
     """The layers of each stage, as a text, and how many parameters it has."""
     needs: list[StageNeeds] | None
     """Of each stage for the example, if known."""
+    limits: Sequence[RankLimit] = ()
+    """What each rank has, if it was said."""
+    memory: str = ""
+    """What each rank holds, and what is left of its memory, as a table."""
     prepared: bool = False
     """Whether ``prepare`` has changed the stages since they were measured."""
 
@@ -182,13 +195,16 @@ class StageTable:
     @property
     def work(self) -> Costs | None:
         """The costs of the stages, if they were counted: work for time, bytes for memory."""
-        if self.needs is None or not any(need.work for need in self.needs):
+        if self.needs is None or not any(need.work[0] for need in self.needs):
             return None
-        work = tuple(need.work for need in self.needs)
+        speeds = [limit.speed for limit in self.limits] or [1.0] * self.plan.ranks
+        rates = np.array(speeds)[[*self.plan.placement.rank_of]]
+        times = np.array([need.work for need in self.needs]).T / rates
+        forward, inputs, weights = map(tuple, times.tolist())
         return Costs(
-            forward=work,
-            backward_input=work,
-            backward_weight=work,
+            forward=forward,
+            backward_input=inputs,
+            backward_weight=weights,
             message_bytes=tuple(need.sends for need in self.needs),
             activation=tuple(need.keeps for need in self.needs),
         )
@@ -197,10 +213,12 @@ class StageTable:
         """The simulated timeline; times and memory are relative to those of a mean stage."""
         if (work := self.work) is None:
             return simulate(self.plan)
-        each = (work.of(name, self.plan.stages) for name in ("forward", "activation"))
-        time, memory = (tuple(numbers / (numbers.mean() or 1.0)) for numbers in each)
-        costs = Costs(forward=time, backward_input=time, backward_weight=time, activation=memory)
-        return simulate(self.plan, costs)
+        n, unit = self.plan.stages, work.of("forward", self.plan.stages).mean() or 1.0
+        names = ("forward", "backward_input", "backward_weight")
+        times: dict[str, Any] = {name: tuple(work.of(name, n) / unit) for name in names}
+        memory = work.of("activation", n)
+        memory = tuple(memory / (memory.mean() or 1.0))
+        return simulate(self.plan, Costs(**times, activation=memory))
 
     def __str__(self) -> str:
         plan, needs = self.plan, self.needs
@@ -221,7 +239,8 @@ class StageTable:
             memory = "sends, keeps: per micro-batch; peak: activations of a rank"
             memory += "; all before prepare=" * self.prepared
         verdict = self.predicted().verdict
-        return f"{table(lines, left=['layers'])}\npredicted {verdict} ({basis}); {memory}"
+        text = f"{table(lines, left=['layers'])}\npredicted {verdict} ({basis}); {memory}"
+        return f"{text}\n{self.memory}" if self.memory else text
 
 
 def _layers(names: Iterable[str]) -> str:

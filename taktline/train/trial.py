@@ -167,8 +167,3 @@ def copies(
         return found
 
     return together(ranks, made)
-
-
-def weights_of(module: nn.Module) -> int:
-    """The bytes of the parameters and buffers of a stage."""
-    return sum(x.nbytes for x in (*module.parameters(), *module.buffers()))

@@ -23,7 +23,7 @@ from taktline.plan import (
     simulate,
     validate,
 )
-from taktline.plan.candidates import TRAINING, candidates, cut, described, with_measured
+from taktline.plan.candidates import candidates, cut, described, with_measured
 from taktline.plan.rows import FloatArray
 from taktline.plan.sharing import predict, work
 from taktline.plan.units import (
@@ -178,7 +178,7 @@ def test_an_uneven_model() -> None:
     """The best plan is ahead of 1F1B, is valid, and keeps within the memory."""
     times = np.array([[0.1, *[1.0] * 8, 4.0]])
     times = np.concatenate([times, 2.2 * times, 1.1 * times, 1.1 * times])
-    units = Units(times, sizes=np.array([[5.0], [2.0], [0.0]]), unit="ms")
+    units = Units(times, sizes=np.array([[5.0], [8.0], [0.0]]), unit="ms")
     free = candidates(units, 4, 8, seconds=4)
     plain = next(each for each in free if each.plan.name == "1f1b")
     assert free[0].time < plain.time
@@ -189,7 +189,7 @@ def test_an_uneven_model() -> None:
     for each in found:
         assert not validate(each.plan)
         known = units.costs(each.bounds, each.plan.placement)
-        held = TRAINING * units.held(each.bounds)[1]
+        held = units.held(each.bounds)[1]
         held = np.bincount(each.plan.placement.rank_of, held)
         assert (held + peak_memory(each.plan, known)).max() == each.memory <= 100
     text = described(with_measured(found, [9.0, 8.0]), units, limits)
@@ -217,7 +217,7 @@ def test_what_is_measured_decides_as_far_as_one_can_tell() -> None:
 
 def test_too_little_memory() -> None:
     """The error names what would be enough."""
-    units = Units(np.ones((4, 8)), sizes=np.array([[512.0], [128.0], [0.0]]))
+    units = Units(np.ones((4, 8)), sizes=np.array([[512.0], [512.0], [0.0]]))
     with pytest.raises(ScheduleError) as raised:
         candidates(units, 4, 8, memory=[1000.0] * 4, seconds=1)
     assert str(raised.value) == (

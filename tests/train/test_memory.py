@@ -12,9 +12,9 @@ from torch import nn
 
 import taktline as tl
 from taktline.plan import peak_memory
-from taktline.plan.candidates import TRAINING
 from taktline.train import memory
 from taktline.train.auto import limits_of
+from taktline.train.rank_limits import held_by
 from tests.runtime.test_offload import Block, assert_equal, train
 from tests.workers import Workers
 
@@ -36,7 +36,7 @@ def made(**options: Any) -> tl.Pipeline:
 def limit(share: float) -> float:
     """The weights, and a share of the activations."""
     pipe = made()
-    weights = TRAINING * sum(p.nbytes for p in pipe.stages[0].parameters())
+    weights = held_by(pipe.stages[0])
     return float(weights + share * peak_memory(pipe.plan, pipe._built.table.work)[0])
 
 
@@ -91,7 +91,7 @@ def run_limited(rank: int, group: Any, share: float) -> tuple[list[torch.Tensor]
 
 def limit_of_processes(share: float) -> float:
     pipe = made(ranks=None)
-    weights = TRAINING * sum(p.nbytes for p in Block().parameters())
+    weights = held_by(Block())
     return float(weights + share * peak_memory(pipe.plan, pipe._built.table.work)[0])
 
 
