@@ -190,10 +190,9 @@ def _beside_all(timelines: Sequence[Timeline]) -> list[FloatArray]:
 
     Rows that ran when a rank had ended count where there are no others.
     """
-    spent, place, early = (
-        np.concatenate([part(each) for each in timelines])
-        for part in (lambda each: work(each, spinning=True), _places, _before_any_end)
-    )
+    spent = np.concatenate([work(each, spinning=True) for each in timelines])
+    place = np.concatenate([_places(each) for each in timelines])
+    early = np.concatenate([_before_any_end(each) for each in timelines])
     found: list[FloatArray] = []
     for at in range(4 * timelines[0].plan.stages):
         here = place == at
@@ -238,9 +237,9 @@ def _means(spent: Sequence[FloatArray]) -> FloatArray:
 def _without_gaps(spent: Sequence[FloatArray], gap: float, slower: float) -> FloatArray:
     """What actions have to do: their time without gaps, as many as the mean time says."""
     found: list[float] = []
-    for each, mean in zip(spent, _means(spent), strict=True):
-        gaps = np.round((each - mean / slower) / gap)
-        found.append(float(np.median(each - gaps * gap)) if len(each) else np.nan)
+    for each, mean in zip(spent, _means(spent).tolist(), strict=True):
+        gaps = np.rint((each - mean / slower) / gap)
+        found.append(float(np.median(each - gaps * gap)) if len(each) else math.nan)
     return np.array(found)
 
 
