@@ -63,6 +63,15 @@ def size_text(count: float) -> str:
     return f"{count:.1f} {units[power]}" if power else f"{count:g} B"
 
 
+def memory_text(amount: float, unit: str) -> str:
+    """An amount of memory: its number, and its unit where this is bytes.
+
+    >>> memory_text(4.0, "micro-batches"), memory_text(2048, "bytes")
+    ('4', '2.0 KiB')
+    """
+    return size_text(amount) if unit == "bytes" else f"{amount:.4g}"
+
+
 def table(rows: Sequence[Sequence[str]], left: Iterable[str] = ()) -> str:
     """Rows as a table: columns align to the right, and those named in ``left`` to the left.
 

@@ -83,7 +83,7 @@ class _Stages:
         hops = [work.hop[kind::3] for kind in (0, 1)]
         blocked = [work.time[kind::3] for kind in (0, 1)]  # with sends, where these block
         self.scale, times = _whole([*columns, *hops, *blocked])
-        memory = [costs.of(name, stages).tolist() for name in ("activation", "kept_for_weight")]
+        memory = [column.tolist() for column in costs.keeps(work.placement)]
         self.memory_scale, (self.whole, self.kept) = _whole(memory)
         forward, inputs, weights, full, pair, forth, back, *blocked = times
         each = [

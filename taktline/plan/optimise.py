@@ -92,7 +92,7 @@ def optimise(
 ) -> Plan:
     """The best plan that is found for these costs, in this memory.
 
-    ``memory`` is in the unit of ``costs.activation``: one number for all ranks, or one for each. A
+    ``memory`` is in ``costs.memory_unit``: one number for all ranks, or one for each. A
     ``placement`` by name has one stage per rank if it is linear, and ``stages_per_rank`` otherwise.
     ``by`` is what is made short: the longest own span of a rank, or the makespan. The search has a
     number of ``rounds``, which ``seconds`` may only cut short: then, and after Ctrl-C, the result
@@ -134,9 +134,7 @@ def _work(
     check("costs", costs, Costs, error=CostError)
     placement = _placement(ranks, placement, stages_per_rank)
     microbatches = check("microbatches", microbatches, int, least=1, error=ScheduleError)
-    least = np.bincount(
-        placement.rank_of, costs.of("activation", placement.stages), placement.ranks
-    )
+    least = np.bincount(placement.rank_of, costs.keeps(placement)[0], placement.ranks)
     if memory is None:
         return Work.of(costs, placement, microbatches, [math.inf] * placement.ranks)
     limits = as_numbers(memory)
@@ -153,8 +151,8 @@ def _work(
         rank = int(short[0])
         raise ScheduleError(
             f"no plan fits into memory {limits[rank]:g} on rank {rank}: one micro-batch in its "
-            f"{counted(len(placement.stages_of(rank)), 'stage')} needs {least[rank]:g}; pass at "
-            "least this, or cut the model into more ranks"
+            f"{counted(len(placement.stages_of(rank)), 'stage')} needs {least[rank]:g}; "
+            f"pass at least this, in {costs.memory_unit}, or cut the model into more ranks"
         )
     return Work.of(costs, placement, microbatches, limits.tolist())
 

@@ -31,7 +31,7 @@ By: TypeAlias = Literal["makespan", "span"]
 
 
 def memory_curve(plan: Plan, costs: Costs | None = None) -> tuple[FloatArray, FloatArray]:
-    """The memory in use on a row's rank while the row runs, and after it.
+    """The memory in use on a row's rank while the row runs, and after it, in ``memory_unit``.
 
     >>> from taktline.plan import build
     >>> during, after = memory_curve(build("gpipe", ranks=1, microbatches=2))
@@ -40,8 +40,7 @@ def memory_curve(plan: Plan, costs: Costs | None = None) -> tuple[FloatArray, Fl
     """
     check("plan", plan, Plan)
     costs = Costs() if costs is None else check("costs", costs, Costs)
-    whole = costs.of("activation", plan.stages)
-    kept = costs.of("kept_for_weight", plan.stages)
+    whole, kept = costs.keeps(plan.placement)
     taken, released = np.zeros((2, len(Kind), plan.stages))
     taken[Kind.F] = whole
     released[Kind.B], released[Kind.I], released[Kind.W] = whole, whole - kept, kept
@@ -56,11 +55,13 @@ def memory_curve(plan: Plan, costs: Costs | None = None) -> tuple[FloatArray, Fl
 
 
 def peak_memory(plan: Plan, costs: Costs | None = None) -> FloatArray:
-    """The peak memory of each rank; at the default costs, the number of activations in flight.
+    """The peak memory of each rank: bytes, or whole micro-batches if the costs have no bytes.
 
     >>> from taktline.plan import build
     >>> peak_memory(build("1f1b", ranks=4, microbatches=8))
     array([4., 3., 2., 1.])
+    >>> peak_memory(build("zbv", ranks=4, microbatches=8))
+    array([4., 4., 4., 4.])
     """
     during, _ = memory_curve(plan, costs)
     by_rank = np.split(during, plan.offsets[1:-1])
@@ -151,7 +152,7 @@ class Timeline(Drawable):
 
     @property
     def peak_memory(self) -> FloatArray:
-        """For each rank, the peak memory of its activations."""
+        """For each rank, the peak of its activations, in the ``memory_unit`` of the costs."""
         return peak_memory(self.plan, self.costs)
 
     def cost(self, by: By = "makespan") -> float:
