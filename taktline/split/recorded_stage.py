@@ -469,10 +469,9 @@ class RecordedStage(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the units of this stage."""
-        for name in self._cut.empty.modules:
-            if self._stage in self._cut.homes[name]:
-                unit = self.get_submodule(name)
-                unit._compiled_call_impl = torch.compile(_call_of(unit), *args, **kwargs)
+        for name in units_of(self) or ():
+            unit = self.get_submodule(name)
+            unit._compiled_call_impl = torch.compile(_call_of(unit), *args, **kwargs)
 
 
 def _call_of(unit: nn.Module) -> Callable[..., Any]:
@@ -485,6 +484,14 @@ def crossings_of(stage_module: nn.Module) -> list[str]:
     known = isinstance(stage_module, RecordedStage) and stage_module._cut.first
     plan = known[vars(stage_module)["_stage"]].plan if known else None
     return [value.name for value in plan.sent] if plan else []
+
+
+def units_of(stage_module: nn.Module) -> list[str] | None:
+    """Names of the submodules that a stage calls; None if it was not cut by names."""
+    if not isinstance(stage_module, RecordedStage):
+        return None
+    cut, stage = stage_module._cut, vars(stage_module)["_stage"]
+    return [name for name in cut.empty.modules if stage in cut.homes[name]]
 
 
 def model_of(stage_module: nn.Module) -> nn.Module | None:

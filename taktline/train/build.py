@@ -47,6 +47,7 @@ from taktline.text import counted
 from taktline.train.auto import check_auto, choose, is_auto, rechosen
 from taktline.train.batches import BatchDims
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
+from taktline.train.recompute import check_checkpoint, recompute
 from taktline.train.stage_table import StageTable
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
@@ -65,6 +66,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "stages_per_rank": partial(check, kind=int, least=1, error=ScheduleError),
     "seed": partial(check, kind=int),
     "mesh": partial(check, kind=DeviceMesh),
+    "checkpoint": check_checkpoint,
     "data_parallel": partial(check_one_of, choices=("ddp", "fsdp"), error=MismatchError),
     "device": lambda _, device: require_usable_device(device),
     "example": lambda _, example: arguments_of(example),
@@ -180,7 +182,7 @@ def build(given: SimpleNamespace) -> Built:
             plan, modules = cut(_shared_times(ranks))
         state = _state_of(given, modules, ranks)
         table = StageTable.of(plan, modules, given.example, ranks.transport)
-        table.prepared = given.prepare is not None
+        table.prepared = (given.prepare or given.checkpoint) is not None
         own = {stage: modules[stage] for stage in ranks.stages_of(plan)}
         ready = together(ranks, lambda: _ready(given, own, ranks))
         state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
@@ -485,6 +487,8 @@ def _ready(
             raise MismatchError(
                 f"prepare must return the module to use for stage {stage}, not {ready!r}"
             )
+        if given.checkpoint is not None:
+            recompute(ready, given.checkpoint)
         found[stage] = compile_stages(ready, stage) if given.compile else ready
     if given.data_parallel is None and ranks.replicas > 1:
         require_wrapped(found, ranks)

@@ -155,7 +155,7 @@ class StageTable:
     needs: list[StageNeeds] | None
     """Of each stage for the example, if known."""
     prepared: bool = False
-    """Whether ``prepare`` has changed the stages since they were measured."""
+    """Whether ``prepare`` or ``checkpoint`` has changed the stages since they were measured."""
 
     @classmethod
     def of(
@@ -194,12 +194,14 @@ class StageTable:
         )
 
     def predicted(self) -> Timeline:
-        """The simulated timeline; times and memory are relative to those of a mean stage."""
+        """The simulated timeline; times are relative to those of a mean stage."""
         if (work := self.work) is None:
             return simulate(self.plan)
-        each = (work.of(name, self.plan.stages) for name in ("forward", "activation"))
-        time, memory = (tuple(numbers / (numbers.mean() or 1.0)) for numbers in each)
-        costs = Costs(forward=time, backward_input=time, backward_weight=time, activation=memory)
+        numbers = work.of("forward", self.plan.stages)
+        time = tuple(numbers / (numbers.mean() or 1.0))
+        costs = Costs(
+            forward=time, backward_input=time, backward_weight=time, activation=work.activation
+        )
         return simulate(self.plan, costs)
 
     def __str__(self) -> str:
@@ -215,13 +217,13 @@ class StageTable:
                 once = ["", ""] if place else [str(rank), peak]
                 numbers = [f"{parameters:,}", sends, keeps]
                 lines.append([once[0], str(stage), layers, *numbers, once[1]])
-        basis, memory = "all stages alike", "peak: activations in flight"
+        basis, memory = "all stages alike", "peak: activations of a rank, in micro-batches"
         if needs:
             basis = "from counted operations"
             memory = "sends, keeps: per micro-batch; peak: activations of a rank"
-            memory += "; all before prepare=" * self.prepared
+            memory += "; all before prepare= and checkpoint=" * self.prepared
         verdict = self.predicted().verdict
-        return f"{table(lines, left=['layers'])}\npredicted {verdict} ({basis}); {memory}"
+        return f"{table(lines, left=['layers'])}\npredicted {verdict} ({basis})\n{memory}"
 
 
 def _layers(names: Iterable[str]) -> str:
