@@ -32,7 +32,9 @@ if pipe.device.type == "cuda":
     activities.append(ProfilerActivity.CUDA)
 
 # In the first step ranks exchange shapes, so it is left out.
-with profile(activities=activities, schedule=schedule(wait=1, warmup=1, active=1)) as profiler:
+with profile(
+    activities=activities, schedule=schedule(wait=1, warmup=1, active=1, repeat=1)
+) as profiler:
     for step in range(options.steps):
         loss = pipe.step(x, target=x)
         profiler.step()
