@@ -50,7 +50,7 @@ def train(folder: Path) -> float:
         norm: Tensor = pipe.clip_grad_norm_(1.0)
     except StageError as error:
         raise SystemExit(str(error)) from error
-    optimizer.step()
+    optimizer.step()  # pyright: ignore[reportUnknownMemberType]  # of torch, which has no type
     with pipe.trace() as trace:
         pipe.step(x, target=x)
     trace.timeline.save(folder / "step.html")

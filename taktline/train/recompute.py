@@ -18,7 +18,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 _ROWS = (*_LISTS, nn.Sequential)
 
 
-def check_checkpoint(name: str, value: Any) -> Checkpoint:
+def check_checkpoint(name: str, value: Any) -> Any:
     """Raise unless this is a choice of blocks."""
     if value == "blocks" or (callable(value) and not isinstance(value, nn.Module)):
         return value
