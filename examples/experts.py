@@ -1,4 +1,4 @@
-"""A mixture of experts: two stages, and the experts of each shared out over a dimension "ep".
+"""A mixture of experts, which are shared out over a mesh dimension "ep" in each stage.
 
 torchrun --nproc-per-node 4 examples/experts.py
 python examples/experts.py        # all experts together: two ranks in this process

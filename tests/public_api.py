@@ -45,8 +45,13 @@ def _found(path: str) -> Any:
 
 def _signature(thing: Any) -> str:
     """The parameters without their types, which each version of Python writes otherwise."""
-    if isinstance(thing, type) and issubclass(thing, Enum | BaseException):
-        return ""
+    if isinstance(thing, type):
+        made_by = next(
+            each for each in thing.__mro__ if vars(each).keys() & {"__init__", "__new__"}
+        )
+        ours = made_by.__module__.startswith("taktline")
+        if not ours or issubclass(thing, Enum | BaseException):
+            return ""
     try:
         found = inspect.signature(thing)
     except (TypeError, ValueError):
