@@ -92,24 +92,14 @@ zoo: $(VENV)/.stamp-dev ## Train every architecture of the zoo on pipelines, and
 cpus: $(VENV)/.stamp-dev ## Run the tests that compare numbers as on other CPUs
 	@$(BIN)/python -m tests.cpus
 
-versions: $(VERSIONS:%=.versions/%/.stamp) ## Run the tests of the drop-in under each supported version of torch
-	@failed=; for version in $(VERSIONS); do echo "== torch $$version"; \
-		PYTHONPATH="$(CURDIR)" $(ALONE) .versions/$$version/bin/python -m pytest tests/compat || \
-		failed="$$failed $$version"; done; \
-	if [ -n "$$failed" ]; then echo "the tests fail with torch$$failed" >&2; exit 1; fi
+versions: $(VENV)/.stamp-dev ## Test each Python and torch that can be installed, and write docs/support.md
+	@$(BIN)/python -m tests.versions --torch $(VERSIONS)
 
 newest: $(NEWEST)/.stamp ## Run the quick tests, the drop-in, timm and torchrun with the newest torch
 	@$(NEWEST)/bin/python -c 'import torch; print("== torch", torch.__version__)'
 	$(ON_NEWEST) $(SIDE_BY_SIDE) $(addprefix --ignore=,tests/compat taktline/compat $(WITHOUT_TORCH)) -m "$(QUICK)"
 	$(ON_NEWEST) $(SIDE_BY_SIDE) -m "zoo or not matrix" -k "compat or timm or accelerate" \
 		tests/compat taktline/compat tests/zoo tests/test_examples.py
-
-.versions/%/.stamp:
-	@echo "Installing torch $* into .versions/$* ..."
-	$(call make-venv,.versions/$*)
-	@.versions/$*/bin/python -m pip --disable-pip-version-check install \
-		'torch==$*.*' numpy pytest hypothesis
-	@touch $@
 
 clean: ## Remove the venvs and everything that was built
 	rm -rf $(VENV) .venv-newest site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

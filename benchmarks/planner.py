@@ -32,7 +32,7 @@ _PART = 32 * 2304 / (34 * 2304 + 5 * 24 * 1024)
 LINEAR = tl.Costs(**_TIMES, link=_LINK, kept_for_weight=_PART)
 WHOLE = tl.Costs(**_TIMES, link=_LINK)
 _HALF: dict[str, Any] = {name: t / 2 for name, t in _TIMES.items()}
-HALVES = tl.Costs(**_HALF, link=_LINK, activation=0.5)
+HALVES = tl.Costs(**_HALF, link=_LINK)
 LARGER = tl.Costs(
     forward=14.859, backward_input=14.722, backward_weight=9.964, link=tl.Link(latency=0.527)
 )

@@ -79,6 +79,15 @@ def size_in(text: str) -> float | None:
     return float(number) * (1024 if binary else 1000) ** " KMGT".index(letter.upper() or " ")
 
 
+def memory_text(amount: float, unit: str) -> str:
+    """An amount of memory: its number, and its unit where this is bytes.
+
+    >>> memory_text(4.0, "micro-batches"), memory_text(2048, "bytes")
+    ('4', '2.0 KiB')
+    """
+    return size_text(amount) if unit == "bytes" else f"{amount:.4g}"
+
+
 def table(rows: Sequence[Sequence[str]], left: Iterable[str] = ()) -> str:
     """Rows as a table: columns align to the right, and those named in ``left`` to the left.
 

@@ -33,6 +33,11 @@ CASES = {
     "custom_schedule": (["--steps", "2"], 2, "step 2: loss"),
     "inference": (["--tokens", "2"], 2, "\nhij\n"),
     "resumable": (["--steps", "10"], 2, "step 10: loss"),
+    "checkpointing": (["--steps", "2", "--checkpoint", "attention"], 2, "step 2: loss"),
+    "mixed_precision": (["--steps", "2", "--dtype", "float16"], 2, "step 2: loss"),
+    "log_metrics": ([], 2, "step 6: loss"),
+    "profiling": ([], 2, "such as 'taktline 0F0'"),
+    "experts": ([], 4, "step 4: loss"),
 }
 NEEDS = {"lora": "peft", "qlora": "peft", "lightning_module": "pytorch_lightning"}
 
@@ -149,6 +154,39 @@ def test_accelerate_starts_them_too(printed: Printed, python: str, tmp_path: Pat
     (shown,), (alone,) = run(command, tmp_path / "both"), printed("custom_schedule", 1)[1]
     assert losses(shown) == pytest.approx(losses(alone), rel=1e-3)
     assert len(losses(shown)) == 2
+
+
+@pytest.mark.parametrize(("to", "file"), [("tensorboard", "runs/*"), ("wandb", "wandb/offline-*")])
+def test_metrics_in_a_logger(
+    to: str, file: str, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(to)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run([python, str(EXAMPLES / "log_metrics.py"), "--to", to], tmp_path / to)
+    assert list((tmp_path / to).glob(file))
+
+
+def test_the_batch_script_of_slurm(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one host, by commands that stand in for those of Slurm: the doctor, then the program."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (
+        ("scontrol", "echo localhost"),
+        ("srun", 'exec "$@"'),
+        ("torchrun", f'exec {python} -m torch.distributed.run "$@"'),
+    ):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    with socket.create_server(("localhost", 0)) as free:
+        monkeypatch.setenv("PORT", str(free.getsockname()[1]))
+    for name, value in {"NNODES": "1", "JOB_ID": "7", "JOB_NODELIST": "localhost"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("PER_NODE", "2")
+    command = ["bash", str(EXAMPLES / "slurm.sbatch"), str(EXAMPLES / "inference.py")]
+    (shown,) = run([*command, "--tokens", "2"], tmp_path / "job")
+    assert shown.index("pipeline") < shown.index("\nhij\n")
 
 
 def test_a_training_that_goes_on_by_itself(printed: Printed, python: str, tmp_path: Path) -> None:

@@ -68,6 +68,34 @@ def test_it_is_the_wheel_that_is_used(folder: Path) -> None:
     assert packed == {str(file) for file in files if "__pycache__" not in file.parts}
 
 
+def test_a_typed_program_in_a_strict_project(folder: Path) -> None:
+    """What a user with pyright sees of the package: py.typed, and types without holes."""
+    program = folder / "typed_user.py"
+    program.write_text((ROOT / "tests" / "typed_user.py").read_text())
+    python = folder / "venv" / "bin" / "python"
+    command = ["-m", "pyright", "--pythonpath", python, program]
+    assert "0 errors, 0 warnings" in run(sys.executable, *command, folder=folder)
+    code = f"import typed_user as t; print(t.compare(['1f1b']), t.train(t.Path({str(folder)!r})))"
+    assert "1f1b" in run(python, "-c", code, folder=folder)
+
+
+def test_the_wheel_from_a_source_distribution(folder: Path) -> None:
+    """It has what the wheel from the repository has, and so all that is needed to build it."""
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    tools, places = folder / "tools", folder / "from_source"
+    run(*pip, "install", "--target", tools, "hatchling>=1.27,<2", folder=folder)
+    code = f"import sys; sys.path.insert(0, {str(tools)!r}); from hatchling.cli import hatchling"
+    code += "; sys.exit(hatchling())"
+    build = (sys.executable, "-c", code, "build", "--target", "sdist", "--directory", places)
+    run(*build, folder=ROOT)
+    (source,) = places.glob("*.tar.gz")
+    run(*pip, "wheel", "--no-deps", "--wheel-dir", places, source, folder=folder)
+    made, (wheel,) = [*places.glob("*.whl")], folder.glob("*.whl")
+    assert [sorted(zipfile.ZipFile(each).namelist()) for each in made] == [
+        sorted(zipfile.ZipFile(wheel).namelist())
+    ]
+
+
 def test_what_the_pages_say(folder: Path) -> None:
     """The other pages run in this environment: tests/test_documents.py."""
     pages = [ROOT / "README.md", ROOT / "docs" / "tutorial" / "first-model.md"]

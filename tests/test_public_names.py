@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from difflib import unified_diff
+from types import ModuleType
 
 import pytest
 
 import taktline
 import taktline.errors
 import taktline.plan
+from tests.documents import ROOT
+from tests.public_api import STORED, text
 
 NAMES = """
 Action Costs DeferredBatchNorm InvalidPlanError Link MismatchError Pipe Pipeline PipelineStage
@@ -64,3 +69,20 @@ def test_training_does_not_import_the_compiler() -> None:
 def test_importing_does_not_import_torch(statement: str) -> None:
     code = f"{statement}; import sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_public_api_is_as_it_was() -> None:
+    """What is new or gone here is so for users: say it in CHANGELOG.md, and refresh the text."""
+    lines = unified_diff(STORED.read_text().splitlines(), text().splitlines(), lineterm="", n=0)
+    assert "\n".join(lines) == "", "refresh with: python -m tests.public_api"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    described = set(re.findall(r"^::: taktline\.(?:\w+\.)*(\w+)$", page, re.M))
+    for module in (taktline, taktline.plan):
+        names = [
+            name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)
+        ]
+        missing = set(names) - described
+        assert not missing, f"docs/reference.md lacks {sorted(missing)}"

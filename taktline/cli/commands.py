@@ -10,7 +10,6 @@ import typer
 
 from taktline import plan as plans
 from taktline.cli.options import (
-    MEMORY,
     OUTPUT,
     Json,
     Predict,
@@ -19,17 +18,17 @@ from taktline.cli.options import (
     complete,
     complete_name,
     echo_json,
+    memory_note,
     optimised,
     print_table,
 )
 from taktline.errors import ArgumentError
 from taktline.plan import Timeline, Violation
-from taktline.plan.io import to_json, write_text
+from taktline.plan.io import TRACE, to_json
 from taktline.render.files import save
 from taktline.render.svg import shared_axis
 from taktline.render.text import chart, legend
-from taktline.render.trace import to_trace
-from taktline.text import counted
+from taktline.text import counted, memory_text
 
 
 def plan(
@@ -129,7 +128,7 @@ def show(
     output: Path | None = typer.Option(
         None,
         *OUTPUT,
-        help="Write to this file: .svg, .html (a page) or .json (for Perfetto).",
+        help="Write to this file: .svg, .html (a page), .json or .perfetto.json (a trace).",
     ),
     width: int | None = typer.Option(
         None, min=20, help="Width: columns of the terminal, or pixels of an SVG."
@@ -152,15 +151,19 @@ def show(
 
     timelines = times.timelines(targets, predict=predict)
     if output is not None:
-        if output.suffix.lower() == ".json":
-            write_text(output, to_trace(timelines))
-        else:
-            save(timelines, output, width=width)
-        typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")
+        save(timelines, output, width=width)
+        # Once, .json was the trace.
+        plain = output.suffix.lower() == ".json" and not output.name.lower().endswith(TRACE)
+        note = f"; a trace for Perfetto ends in {TRACE}" if plain else ""
+        typer.echo(f"{output}: {counted(len(timelines), 'timeline')}{note}")
         return
     screen = Console()
     painted = screen.color_system is not None and not screen.no_color
-    parts = [chart(timelines, width, colour=painted), legend(timelines, colour=painted), MEMORY]
+    parts = [
+        chart(timelines, width, colour=painted),
+        legend(timelines, colour=painted),
+        memory_note(timelines),
+    ]
     typer.echo("\n".join(parts), color=True)
 
 
@@ -198,6 +201,7 @@ def simulate(
             "busy": timeline.busy.tolist(),
             "utilisation": timeline.utilisation.tolist(),
             "peak_memory": timeline.peak_memory.tolist(),
+            "memory_unit": timeline.costs.memory_unit,
             "critical_path": [str(span.action) for span in timeline.critical_path()],
         }
     )
@@ -213,7 +217,7 @@ def _print_ranks(timeline: Timeline) -> None:
             "idle": f"{timeline.makespan - timeline.busy[rank]:.4g}",
             "span": f"{timeline.rank_spans[rank]:.4g}",
             "utilisation": f"{timeline.utilisation[rank]:.1%}",
-            "memory": f"{timeline.peak_memory[rank]:.4g}",
+            "memory": memory_text(timeline.peak_memory[rank], timeline.costs.memory_unit),
         }
         for rank in range(plan.ranks)
     ]
@@ -225,7 +229,8 @@ def _print_ranks(timeline: Timeline) -> None:
     floor = floors and "no plan at this memory is below {:.2%}, and {:.2%}\n".format(*floors)
     typer.echo(
         f"makespan {timeline.makespan:.6g}{unit}; bubble {timeline.bubble():.2%} of it, "
-        f"{timeline.bubble('span'):.2%} of the longest rank's own span\n{floor or ''}{MEMORY}"
+        f"{timeline.bubble('span'):.2%} of the longest rank's own span\n{floor or ''}"
+        f"{memory_note([timeline])}"
     )
 
 
@@ -259,11 +264,10 @@ def compare(
     _, unit = shared_axis(timelines)  # raises if they cannot be compared
     if len(timelines) > 1 and not any(timeline.measured for timeline in timelines):
         timelines += optimised(timelines)
-    rows = figures(timelines)
     if json:
-        echo_json(rows)
+        echo_json(figures(timelines))
     else:
-        print_schedules(rows, unit)
+        print_schedules(timelines, unit)
 
 
 def figures(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
@@ -279,18 +283,23 @@ def figures(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
             "least_bubble": timeline.bound and timeline.bound.bubble_of_makespan,
             "makespan": timeline.makespan,
             "peak_memory": float(timeline.peak_memory.max()),
+            "memory_unit": timeline.costs.memory_unit,
         }
         for timeline in timelines
     ]
 
 
-def print_schedules(figures: list[dict[str, Any]], unit: str) -> None:
+def print_schedules(timelines: Sequence[Timeline], unit: str) -> None:
     """Print a table with a row for each; the best figure of a column stands out."""
+    shown = figures(timelines)
 
     def cell(of: dict[str, Any], name: str, form: str) -> str:
         text = f"{of[name]:{form}}"
-        best = of[name] <= min(each[name] for each in figures) + 1e-9
-        return f"[bold green]{text}[/]" if best and len(figures) > 1 else text
+        alike = [each[name] for each in shown if each["memory_unit"] == of["memory_unit"]]
+        if name == "peak_memory":
+            text = memory_text(of[name], of["memory_unit"])
+        best = of[name] <= min(alike if name == "peak_memory" else [e[name] for e in shown]) + 1e-9
+        return f"[bold green]{text}[/]" if best and len(shown) > 1 else text
 
     rows = [
         {
@@ -302,21 +311,21 @@ def print_schedules(figures: list[dict[str, Any]], unit: str) -> None:
             f"makespan/{unit}" if unit else "makespan": cell(of, "makespan", ".4g"),
             "memory": cell(of, "peak_memory", ".4g"),
         }
-        for of in figures
+        for of in shown
     ]
-    sizes = {(of["ranks"], of["microbatches"]) for of in figures}
+    sizes = {(of["ranks"], of["microbatches"]) for of in shown}
     titles = [f"{counted(r, 'rank')}, {counted(m, 'micro-batch')}" for r, m in sizes]
     title = titles[0] if len(titles) == 1 else None
-    style = {"title": title, "caption": MEMORY, "caption_justify": "left", "pad_edge": False}
-    print_table(rows, ["schedule"], **style)
+    style = {"caption": memory_note(timelines), "caption_justify": "left", "pad_edge": False}
+    print_table(rows, ["schedule"], title=title, **style)
 
 
 def balance(
     costs: str = typer.Argument(..., help="Cost of each layer, such as 3,1,4."),
     stages: int = typer.Option(..., help="Number of stages."),
-    memory: str | None = typer.Option(None, help="Memory of each layer, such as 8,8,16."),
+    memory: str | None = typer.Option(None, help="Memory of each layer, in any unit: 8,8,16."),
     limits: str | None = typer.Option(
-        None, help="Memory limit of a stage: one number, or one per stage."
+        None, help="Memory limit of a stage, in that unit: one number, or one per stage."
     ),
     json: Json = False,
 ) -> None:

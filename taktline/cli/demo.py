@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import taktline
 from taktline.cli.options import print_table
-from taktline.plan import Costs, Kind, Plan, Timeline, simulate
+from taktline.plan import Costs, Kind, Plan, Timeline, peak_memory, simulate
 from taktline.train import Pipeline
 
 _CONTEXT = 64
@@ -242,8 +242,7 @@ class MeasuredSchedule:
     @property
     def in_flight(self) -> float:
         """The most micro-batches whose activations a rank keeps at once."""
-        share = self.plan.ranks / self.plan.stages
-        return float(simulate(self.plan, Costs(activation=share)).peak_memory.max())
+        return float(peak_memory(self.plan).max())
 
     def row(self) -> dict[str, str]:
         """Its line in the table."""
@@ -255,7 +254,7 @@ class MeasuredSchedule:
             "±": f"{self.noise:.0f}",
             "predicted": f"{predicted:.0f}" if self.separate else "–",
             "bubble": f"{self.middle.bubble():.1%}",
-            "in flight": f"{self.in_flight:g}",
+            "memory": f"{self.in_flight:g}",
         }
 
 
@@ -278,11 +277,11 @@ def conclusion(schedules: Sequence[MeasuredSchedule]) -> str:
     lines = [
         "step: the median of rounds in which they took turns; ±: half of them were as near to it; "
         "predicted:\nby the simulator, from the measured costs; bubble: of that step, as on the "
-        "page; in flight: the\nmicro-batches that a rank keeps at once."
+        "page; memory: peak\nactivations on a rank, in micro-batches."
         if fastest.separate
         else "These ranks share a thread, so step and bubble are those that the simulator "
-        "predicts for a process\neach, from how long each action took. In flight: the "
-        "micro-batches that a rank keeps at once."
+        "predicts for a process\neach, from how long each action took; memory: peak "
+        "activations on a rank, in micro-batches."
     ]
     if len(close) == 1:
         gain = 1 - fastest.middle.makespan / second.middle.makespan

@@ -37,7 +37,9 @@ def optimise(
     ] = Shape.linear,
     memory: Annotated[
         float | None,
-        typer.Option(help="Memory of a rank, in activations of a micro-batch (default: any)."),
+        typer.Option(
+            help="Memory of a rank: micro-batches, or bytes as in --costs (default: any)."
+        ),
     ] = None,
     costs: Annotated[
         Path | None, typer.Option(help="Costs and memory from this plan or timeline, .json.")
@@ -95,7 +97,7 @@ def optimise(
         bounds = {"makespan": best.makespan, "span": best.span, "proven": best.proven}
         echo_json({"bound": bounds, "plans": figures(timelines)})
         return
-    print_schedules(figures(timelines), used.unit)
+    print_schedules(timelines, used.unit)
     typer.echo(
         f"{found.name}: bubble {timelines[-1].bubble('span'):.2%} of the longest rank's own span; "
         f"no plan in this memory is below {best.bubble:.2%} ({best.proven})"

@@ -29,7 +29,6 @@ from taktline.plan.io import is_timeline
 
 OUTPUT = ("--output", "-o")
 
-MEMORY = "memory: peak activations on a rank, counted in micro-batches"
 
 _MOST = 500_000
 """The most forwards of a plan that a command builds: with more it would run for a minute."""
@@ -75,8 +74,8 @@ class Times(Size):
     def costs(self, share: int, known: Costs | None) -> Costs:
         """The known costs, with the given times in their place.
 
-        If no costs are known, times and memory are those of a rank's whole share of the model, of
-        which each of its ``share`` stages takes a part: a plan takes equally long in all commands.
+        If no costs are known, times are those of a rank's whole share of the model, of which each
+        of its ``share`` stages takes a part: a plan takes equally long in all commands.
         """
         names = ("forward", "backward_input", "backward_weight")
         times = zip(names, (self.forward, self.backward, self.weight), strict=True)
@@ -90,7 +89,7 @@ class Times(Size):
         costs = replace(known or Costs(), **given)
         if known is not None:
             return costs
-        parts = {name: getattr(costs, name) / share for name in (*names, "activation")}
+        parts = {name: getattr(costs, name) / share for name in names}
         return replace(costs, **parts)
 
     def timelines(self, targets: Sequence[str], *, predict: bool) -> list[Timeline]:
@@ -155,6 +154,12 @@ def optimised(timelines: Sequence[Timeline], memory: float = math.inf) -> list[T
     rows = [plan.rows_of(rank) for rank in range(plan.ranks)]
     named = Plan(rows, plan.placement, plan.microbatches, name="optimised")
     return [simulate(named, best.costs)]
+
+
+def memory_note(timelines: Sequence[Timeline]) -> str:
+    """What the memory is that a chart or a table shows."""
+    units = " or ".join(sorted({timeline.costs.memory_unit for timeline in timelines})[::-1])
+    return f"memory: peak activations on a rank, in {units}"
 
 
 Predict = Annotated[

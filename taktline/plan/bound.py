@@ -83,7 +83,8 @@ class _Stages:
         hops = [work.hop[kind::3] for kind in (0, 1)]
         blocked = [work.time[kind::3] for kind in (0, 1)]  # with sends, where these block
         self.scale, times = _whole([*columns, *hops, *blocked])
-        memory = [costs.of(name, stages).tolist() for name in ("activation", "kept_for_weight")]
+        parts = ("activation", "kept_for_weight")
+        memory = [costs.keeps(work.placement, part).tolist() for part in parts]
         self.memory_scale, (self.whole, self.kept) = _whole(memory)
         forward, inputs, weights, full, pair, forth, back, *blocked = times
         each = [

@@ -13,7 +13,7 @@ from taktline.checks import check, check_one_of, refuse
 from taktline.errors import CostError
 from taktline.plan.action import COPIES, Kind
 from taktline.plan.deps import needs
-from taktline.plan.plan import MOST_STAGES, Plan
+from taktline.plan.plan import MOST_STAGES, Placement, Plan
 from taktline.plan.rows import FloatArray, as_numbers, known_medians
 
 if TYPE_CHECKING:
@@ -68,10 +68,11 @@ class Costs:
     """The bytes that a stage sends forward, and gets back as a gradient, for one micro-batch."""
     comm_blocks: bool = False
     """Whether a rank stops computing while it sends, instead of doing both at once."""
-    activation: PerStage = 1.0
-    """The memory that a forward keeps for the backward, for one micro-batch."""
+    activation: PerStage | None = None
+    """The bytes that a forward keeps for the backward, for one micro-batch. If they are not known,
+    memory counts micro-batches: the stages of a rank keep 1 together."""
     kept_for_weight: PerStage | None = None
-    """The part of it that a backward_input leaves for the backward_weight; by default all."""
+    """The part of it, out of 1 if it is not known, that I leaves for W; by default all."""
     kept_for_recompute: PerStage = 0.0
     """What a forward keeps in place of the activation if it is recomputed."""
     offloadable: PerStage | None = None
@@ -86,7 +87,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name in _PER_STAGE:
             value = getattr(self, name)
-            if value is None and name in _BY_DEFAULT:
+            if value is None and (name == "activation" or name in _BY_DEFAULT):
                 continue
             numbers = as_numbers(value)
             if numbers is None or numbers.ndim > 1 or (numbers < 0).any():
@@ -96,8 +97,9 @@ class Costs:
         check("link", self.link, Link, error=CostError)
         check("comm_blocks", self.comm_blocks, bool, error=CostError)
         check("unit", self.unit, str, error=CostError)
+        whole = np.atleast_1d(1.0 if self.activation is None else self.activation)
         for name in ("kept_for_weight", "kept_for_recompute", "offloadable"):
-            part, whole = np.atleast_1d(getattr(self, name) or 0.0), np.atleast_1d(self.activation)
+            part = np.atleast_1d(getattr(self, name) or 0.0)
             if (1 in (len(whole), len(part)) or len(whole) == len(part)) and (part > whole).any():
                 raise CostError(f"{name} is a part of activation: it cannot be larger")
 
@@ -112,6 +114,8 @@ class Costs:
         check_one_of("name", name, _PER_STAGE, error=CostError)
         stages = check("stages", stages, int, least=1, most=MOST_STAGES, error=CostError)
         value: PerStage | None = getattr(self, name)
+        if value is None and name == "activation":
+            value = 1.0
         if value is None:
             return np.sum([self.of(part, stages) for part in _BY_DEFAULT[name]], axis=0)
         if isinstance(value, tuple) and len(value) != stages:
@@ -120,6 +124,22 @@ class Costs:
                 "for all, or one for each"
             )
         return np.broadcast_to(np.asarray(value, np.float64), (stages,)).copy()
+
+    @property
+    def memory_unit(self) -> str:
+        """What memory counts: bytes, or whole micro-batches if ``activation`` is not known."""
+        return "micro-batches" if self.activation is None else "bytes"
+
+    def keeps(self, placement: Placement, part: str = "activation") -> FloatArray:
+        """The activation of each stage for one micro-batch, or a part of it, in ``memory_unit``.
+
+        >>> Costs().keeps(Placement.v(2)), Costs(activation=64).keeps(Placement.v(2))
+        (array([0.5, 0.5, 0.5, 0.5]), array([64., 64., 64., 64.]))
+        """
+        found = self.of(part, placement.stages)
+        if self.activation is None:
+            found /= np.bincount(placement.rank_of)[list(placement.rank_of)]
+        return found
 
     def durations(self, plan: Plan) -> FloatArray:
         """How long each row computes or copies; both rows of a pair as long as the pair."""

@@ -41,8 +41,7 @@ def fit_memory(
     What lives longest is copied first, and back early enough where this hides the copies. What
     they cannot save in time is recomputed, or waited for, whatever makes ``by`` shorter. Only
     what the costs name is used: copies with ``offload``, recomputation with ``recompute``.
-    ``memory`` and ``host`` are in the unit of ``costs.activation``, one number or one for each
-    rank.
+    ``memory`` and ``host`` are in ``costs.memory_unit``, one number or one for each rank.
 
     >>> from taktline.plan import build
     >>> plan, costs = build("1f1b", ranks=4, microbatches=8), Costs(offload=1.0)
@@ -149,13 +148,10 @@ class _Rank:
         at = np.flatnonzero(self.rows.kind == Kind.F)
         stage, microbatch = self.rows.stage[at], self.rows.microbatch[at]
         back = Where(plan).rows(GRADIENT, stage, microbatch) - offset
-        whole, moved, kept, *times = (
-            costs.of(name, plan.stages)[stage]
-            for name in (
-                *("activation", "offloadable", "kept_for_recompute"),
-                *("offload", "reload", "recompute"),
-            )
-        )
+        parts = ("activation", "offloadable", "kept_for_recompute")
+        whole, moved, kept = (costs.keeps(plan.placement, part)[stage] for part in parts)
+        names = ("offload", "reload", "recompute")
+        times = [costs.of(name, plan.stages)[stage] for name in names]
         return _Lives(stage, microbatch, step_of[at], step_of[back], moved, whole - kept, *times)
 
     def choose(self, limit: float, pace: float | None, every: bool, again: bool) -> _Choice:

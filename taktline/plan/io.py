@@ -28,6 +28,8 @@ from taktline.plan.costs import Costs
 from taktline.plan.plan import Level, Placement, Plan
 from taktline.plan.timeline import Timeline
 
+TRACE = ".perfetto.json"
+"""The ending of a trace for Perfetto, which is neither a plan nor a timeline."""
 _FORMAT, _TIMELINE_FORMAT, _VERSION = "taktline-plan", "taktline-timeline", 1
 _LEVELS = {level.name.lower(): level for level in Level}
 _PLAN = {
@@ -237,6 +239,8 @@ def _json_fields(text: str) -> dict[str, Any]:
     """The fields of a format and a version that are known here."""
     data = conform(loads(text, what="the file"), {str: object}, what="the file")
     format, version = str(data.get("format")), data.get("version")
+    if "traceEvents" in data:
+        raise PlanError(f"not a plan but a trace for Perfetto, which ends in {TRACE}")
     if format not in _SHAPES:
         raise PlanError(f'not a plan: expected "format": "{_FORMAT}"')
     if type(version) is not int or version != _VERSION:
@@ -273,6 +277,10 @@ def _costs(fields: dict[str, Any]) -> Costs | None:
 
 def _path(path: object, *endings: str) -> Path:
     path, endings = check("path", path, Path), endings or (".csv", ".json")
+    if path.name.lower().endswith(TRACE):
+        raise PlanFileError(
+            path, f"{TRACE} is the ending of a trace for Perfetto; plans and timelines end in .json"
+        )
     if path.suffix.lower() not in endings:
         raise PlanFileError(path, f"ends in {' or '.join(endings)}, not in {path.suffix!r}")
     return path

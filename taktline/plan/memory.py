@@ -40,11 +40,13 @@ def memory_curve(
 
 
 def peak_memory(plan: Plan, costs: Costs | None = None, *, host: bool = False) -> FloatArray:
-    """The peak memory of each rank; at the default costs, the number of activations in flight.
+    """The peak memory of each rank: bytes, or whole micro-batches if the costs have no bytes.
 
     >>> from taktline.plan import Plan, build
     >>> peak_memory(build("1f1b", ranks=4, microbatches=8))
     array([4., 3., 2., 1.])
+    >>> peak_memory(build("zbv", ranks=4, microbatches=8))
+    array([4., 4., 4., 4.])
     >>> plan = Plan.from_actions(["0F0 0OFFLOAD0 0F1 0B1 0RELOAD0 0B0".split()])
     >>> peak_memory(plan), peak_memory(plan, host=True)
     (array([2.]), array([1.]))
@@ -57,13 +59,14 @@ def peak_memory(plan: Plan, costs: Costs | None = None, *, host: bool = False) -
 def _device(plan: Plan, costs: Costs) -> tuple[FloatArray, FloatArray]:
     """What each row takes when it starts, and what it releases when it ends."""
     rows, stages = plan.rows, plan.stages
-    whole, kept = costs.of("activation", stages), costs.of("kept_for_weight", stages)
+    parts = ("activation", "kept_for_weight", "offloadable", "kept_for_recompute")
+    whole, kept, moved, little = (costs.keeps(plan.placement, part) for part in parts)
     taken, released = np.zeros((2, len(Kind), stages))
     taken[Kind.F] = whole
     released[Kind.B], released[Kind.I], released[Kind.W] = whole, whole - kept, kept
     if not plan.has(Kind.B, Kind.I, Kind.W):
         released[Kind.F] = whole
-    moved, less = costs.of("offloadable", stages), whole - costs.of("kept_for_recompute", stages)
+    less = whole - little
     taken[Kind.RELOAD], taken[Kind.RECOMPUTE] = moved, less
     taken, released = taken[rows.kind, rows.stage], released[rows.kind, rows.stage]
     if plan.has(Kind.RECOMPUTE):
@@ -81,7 +84,7 @@ def _device(plan: Plan, costs: Costs) -> tuple[FloatArray, FloatArray]:
 
 def _host(plan: Plan, costs: Costs) -> tuple[FloatArray, FloatArray]:
     rows, own = plan.rows, needs(plan).own
-    moved = costs.of("offloadable", plan.stages)[rows.stage]
+    moved = costs.keeps(plan.placement, "offloadable")[rows.stage]
     taken = np.where(rows.kind == Kind.OFFLOAD, moved, 0.0)
     back = (rows.kind > Kind.F) & (rows.kind < Kind.W) & (own >= 0)
     return taken, np.where(back & (rows.kind[own] == Kind.RELOAD), moved, 0.0)

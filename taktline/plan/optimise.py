@@ -93,7 +93,7 @@ def optimise(
 ) -> Plan:
     """The best plan that is found for these costs, in this memory.
 
-    ``memory`` is in the unit of ``costs.activation``: one number for all ranks, or one for each. A
+    ``memory`` is in ``costs.memory_unit``: one number for all ranks, or one for each.
     Where less is given than any plan needs that keeps all, and the costs name ``offload`` or
     ``recompute``, plans are fitted into it by :func:`fit_memory`, with up to ``host``. A
     ``placement`` by name has one stage per rank if it is linear, and ``stages_per_rank`` otherwise.
@@ -147,8 +147,7 @@ def _fitted(plan: Plan, costs: Costs, memory: Memory, host: Memory | None, by: B
 
 def _least(costs: Costs, placement: Placement) -> FloatArray:
     """The memory of each rank for one micro-batch, if it keeps all of it."""
-    whole = costs.of("activation", placement.stages)
-    return np.bincount(placement.rank_of, whole, placement.ranks)
+    return np.bincount(placement.rank_of, costs.keeps(placement), placement.ranks)
 
 
 def _work(
@@ -172,8 +171,8 @@ def _work(
         rank = int(short[0])
         raise ScheduleError(
             f"no plan fits into memory {limits[rank]:g} on rank {rank}: one micro-batch in its "
-            f"{counted(len(placement.stages_of(rank)), 'stage')} needs {least[rank]:g}; pass at "
-            "least this, or cut the model into more ranks"
+            f"{counted(len(placement.stages_of(rank)), 'stage')} needs {least[rank]:g}; "
+            f"pass at least this, in {costs.memory_unit}, or cut the model into more ranks"
         )
     return Work.of(costs, placement, microbatches, limits.tolist())
 

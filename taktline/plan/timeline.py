@@ -114,7 +114,7 @@ class Timeline(Drawable):
 
     @property
     def peak_memory(self) -> FloatArray:
-        """For each rank, the peak memory of its activations."""
+        """For each rank, the peak of its activations, in the ``memory_unit`` of the costs."""
         return peak_memory(self.plan, self.costs)
 
     def cost(self, by: By = "makespan") -> float:

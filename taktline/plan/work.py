@@ -56,7 +56,7 @@ class Work:
         """The work of all stages at these costs."""
         stages, rank_of = placement.stages, placement.rank_of
         times = [costs.of(name, stages) for name in _TIMES]
-        whole, kept = costs.of("activation", stages), costs.of("kept_for_weight", stages)
+        whole, kept = (costs.keeps(placement, part) for part in ("activation", "kept_for_weight"))
         messages = costs.of("message_bytes", stages) / costs.link.bandwidth + costs.link.latency
         crosses = [a != b for a, b in pairwise(rank_of)]
         # A gradient is as large as its activation.

@@ -11,13 +11,14 @@ from typing import TypeAlias
 
 from taktline.checks import check
 from taktline.errors import PlanFileError
-from taktline.plan.io import write, write_text, write_timeline
+from taktline.plan.io import TRACE, write, write_text, write_timeline
 from taktline.plan.plan import Plan
 from taktline.plan.timeline import Timeline, simulate
 from taktline.plan.validate import validate
 from taktline.render.html import to_html
 from taktline.render.svg import natural_width, to_svg
 from taktline.render.text import chart
+from taktline.render.trace import to_trace
 
 _PAGE = 960.0
 """Pixels of a notebook's cell."""
@@ -36,27 +37,29 @@ def _timelines(drawn: Drawn) -> Sequence[Timeline]:
 
 
 def save(drawn: Drawn, path: str | os.PathLike[str], *, width: float | None = None) -> Path:
-    """Write plans or timelines to a file, whose ending says how: .html, .svg or .json.
+    """Write plans or timelines to a file; its ending says how: .html, .svg or .perfetto.json.
 
-    A .json file holds one of them, and a .csv file one plan. ``width`` is that of a picture, in
-    pixels.
+    A .json file holds one of them to be read again, and a .csv file one plan. ``width`` is that of
+    a picture, in pixels.
     """
     path = check("path", path, Path)
-    ending = path.suffix.lower()
-    if isinstance(drawn, Plan) and ending in (".csv", ".json"):
+    trace, ending = path.name.lower().endswith(TRACE), path.suffix.lower()
+    if isinstance(drawn, Plan) and ending in (".csv", ".json") and not trace:
         write(drawn, path)
         return path
     timelines = _timelines(drawn)
-    if ending == ".html":
+    if trace:
+        write_text(path, to_trace(timelines))
+    elif ending == ".html":
         write_text(path, to_html(timelines))
     elif ending == ".svg":
         write_text(path, to_svg(timelines, width=width))
     elif ending != ".json":
         raise PlanFileError(
-            path, f"ends in .html, .svg or .json, or .csv for a plan, not {ending!r}"
+            path, f"ends in .html, .svg, .json or {TRACE}, or .csv for a plan, not {ending!r}"
         )
     elif len(timelines) != 1:
-        raise PlanFileError(path, "holds one timeline; draw several as .html or .svg")
+        raise PlanFileError(path, f"holds one timeline; draw several as .html, .svg or {TRACE}")
     else:
         write_timeline(timelines[0], path)
     return path

@@ -65,6 +65,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "bubble": [_number(timeline.bubble()), _number(timeline.bubble("span"))],
         "least": least and [_number(least.bubble_of_makespan), _number(least.bubble)],
         "peak": _numbers(peak),
+        "memory_unit": timeline.costs.memory_unit,
         **_columns(timeline),
     }
 

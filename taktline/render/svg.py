@@ -17,7 +17,7 @@ from taktline.plan.action import COPIES, Kind
 from taktline.plan.memory import memory_curve
 from taktline.plan.plan import Placement
 from taktline.plan.timeline import Timeline
-from taktline.text import counted
+from taktline.text import counted, memory_text
 
 COLOURS = {
     Kind.F: "#3b75af",
@@ -258,7 +258,11 @@ def _memory(timeline: Timeline, y: float, scale: float) -> Iterator[str]:
     height = STRIP / max(float(during.max(initial=0.0)), 1e-12)
     computes = np.flatnonzero((plan.rows.kind <= Kind.W) & ~plan.rows.joined)
     end = LEFT + timeline.makespan * scale
-    yield _label("memory", y - 2, weight="bold")
+    unit = timeline.costs.memory_unit
+    yield (
+        f"<text x='{LEFT:g}' y='{y + 1.4:g}' fill='#333'><tspan font-weight='bold'>memory</tspan>"
+        f", in {unit}</text>"
+    )
     y += 8
     for rank in range(plan.ranks):
         base = y + (rank + 1) * (STRIP + GAP) - GAP
@@ -277,8 +281,9 @@ def _memory(timeline: Timeline, y: float, scale: float) -> Iterator[str]:
             f"<path d='{''.join(path)}H{end:.2f}V{base:g}Z' fill='{MEMORY}' fill-opacity='0.4' "
             f"stroke='{MEMORY}' stroke-width='0.8'/>"
         )
-        peak = float(timeline.peak_memory[rank])
-        yield f"<text x='{end + 6:.2f}' y='{base - 2:g}' fill='#555'>peak {peak:.4g}</text>"
+        peak = memory_text(float(timeline.peak_memory[rank]), unit)
+        peak = peak if unit == "bytes" else f"peak {peak}"
+        yield f"<text x='{end + 6:.2f}' y='{base - 2:g}' fill='#555'>{peak}</text>"
 
 
 def _legend(timelines: Sequence[Timeline], y: float, width: float) -> tuple[list[str], float]:
@@ -305,8 +310,5 @@ def _legend(timelines: Sequence[Timeline], y: float, width: float) -> tuple[list
     return parts, y + 22
 
 
-def _label(text: str, y: float, weight: str = "normal") -> str:
-    return (
-        f"<text x='{LEFT - 8:g}' y='{y + 3.4:g}' text-anchor='end' fill='#333' "
-        f"font-weight='{weight}'>{text}</text>"
-    )
+def _label(text: str, y: float) -> str:
+    return f"<text x='{LEFT - 8:g}' y='{y + 3.4:g}' text-anchor='end' fill='#333'>{text}</text>"

@@ -19,7 +19,7 @@ from taktline.plan.timeline import Timeline
 from taktline.plan.validate import validate
 from taktline.plan.walk import unit_run
 from taktline.render.svg import MEANINGS, nice_ticks, shared_axis
-from taktline.text import counted
+from taktline.text import counted, memory_text
 
 _MOST_RANKS = 64
 _MOST_BLOCKS = 4
@@ -102,7 +102,7 @@ def chart(timelines: Sequence[Timeline], width: int | None = None, *, colour: bo
 
     >>> from taktline.plan import build, simulate
     >>> print(chart([simulate(build("1f1b", ranks=2, microbatches=2))], width=60))
-    1f1b: makespan 9, bubble 33.3% (no plan below 14.3%), peak memory 2
+    1f1b: makespan 9, bubble 33.3% (no plan below 14.3%), peak memory 2 micro-batches
     rank 0 │ 0F0── 0F1─ ···········0B0─────── ······0B1───────
     rank 1 │ ······1F0─ 1B0─────── 1F1── 1B1─────── ···········
              0          2          4          6          8
@@ -121,7 +121,7 @@ def chart(timelines: Sequence[Timeline], width: int | None = None, *, colour: bo
         parts.append(
             f"{timeline.name}: makespan {f'{timeline.makespan:.5g} {unit}'.strip()}, "
             f"bubble {timeline.bubble():.1%}{least}, "
-            f"peak memory {timeline.peak_memory.max():.4g}"
+            f"peak memory {_peak(timeline)}"
         )
         ranks = range(min(plan.ranks, _MOST_RANKS))
         rows = [_boxes(plan, rank, timeline.start, timeline.end) for rank in ranks]
@@ -135,6 +135,12 @@ def chart(timelines: Sequence[Timeline], width: int | None = None, *, colour: bo
                 parts.append(f"{name:<{label - 3}} │ " + _shown(copies[: columns + 1], colour))
         parts += _hidden_ranks(plan)
     return "\n".join([*parts, " " * label + _axis(makespan, columns)])
+
+
+def _peak(timeline: Timeline) -> str:
+    unit = timeline.costs.memory_unit
+    text = memory_text(float(timeline.peak_memory.max(initial=0.0)), unit)
+    return text if unit == "bytes" else f"{text} {unit.removesuffix('es') if text == '1' else unit}"
 
 
 _Box: TypeAlias = tuple[str, Kinds, float, float]

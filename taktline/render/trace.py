@@ -102,10 +102,10 @@ def _flows(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
 
 def _memory(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
     plan, rows, scale = timeline.plan, timeline.plan.rows, _scale(timeline)
-    rank = plan.rank_of_rows()
+    rank, unit = plan.rank_of_rows(), timeline.costs.memory_unit
     during, after = memory_curve(plan, timeline.costs)
     for row in np.flatnonzero(rows.kind <= Kind.W).tolist():
-        counter = {"ph": "C", "pid": process, "name": f"memory of rank {rank[row]}"}
+        counter = {"ph": "C", "pid": process, "name": f"memory of rank {rank[row]}, in {unit}"}
         for time, level in ((timeline.start, during), (timeline.end, after)):
             yield counter | {"ts": float(time[row]) * scale, "args": {"live": float(level[row])}}
 

@@ -470,12 +470,9 @@ class RecordedStage(nn.Module):
 
     def compile(self, **options: Any) -> None:
         """Compile the units of this stage; what is between them runs eagerly."""
-        for name in self._cut.empty.modules:
-            if self._stage in self._cut.homes[name]:
-                unit: Any = self.get_submodule(name)
-                unit._compiled_call_impl = CompiledCall(
-                    unit, f"stage {self._stage}, {name}", **options
-                )
+        for name in units_of(self) or ():
+            unit: Any = self.get_submodule(name)
+            unit._compiled_call_impl = CompiledCall(unit, f"stage {self._stage}, {name}", **options)
 
 
 def crossings_of(stage_module: nn.Module) -> list[str]:
@@ -483,6 +480,14 @@ def crossings_of(stage_module: nn.Module) -> list[str]:
     known = isinstance(stage_module, RecordedStage) and stage_module._cut.first
     plan = known[vars(stage_module)["_stage"]].plan if known else None
     return [value.name for value in plan.sent] if plan else []
+
+
+def units_of(stage_module: nn.Module) -> list[str] | None:
+    """Names of the submodules that a stage calls; None if it was not cut by names."""
+    if not isinstance(stage_module, RecordedStage):
+        return None
+    cut, stage = stage_module._cut, vars(stage_module)["_stage"]
+    return [name for name in cut.empty.modules if stage in cut.homes[name]]
 
 
 def model_of(stage_module: nn.Module) -> nn.Module | None:

@@ -51,6 +51,7 @@ from taktline.train.batches import BatchDims
 from taktline.train.memory import fitted
 from taktline.train.rank_limits import check_limits, cuts_within, stage_bytes
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
+from taktline.train.recompute import check_checkpoint, recompute
 from taktline.train.stage_table import StageTable
 from taktline.train.weights import require_trainable
 
@@ -70,6 +71,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "stages_per_rank": partial(check, kind=int, least=1, error=ScheduleError),
     "seed": partial(check, kind=int),
     "mesh": partial(check, kind=DeviceMesh),
+    "checkpoint": check_checkpoint,
     "data_parallel": partial(check_one_of, choices=("ddp", "fsdp"), error=MismatchError),
     "device": lambda _, device: require_usable_device(device),
     "example": lambda _, example: arguments_of(example),
@@ -190,7 +192,7 @@ def build(given: SimpleNamespace) -> Built:
             plan, modules = cut(_shared_times(ranks))
         state = _state_of(given, modules, ranks)
         table = StageTable.of(plan, modules, given.example, ranks.transport)
-        table.prepared = given.prepare is not None
+        table.prepared = (given.prepare or given.checkpoint) is not None
         if given.memory is not None and not choice:
             plan = table.plan = fitted(plan, table, modules, given.memory, ranks)
         table.limits = given.limits or ()
@@ -507,6 +509,8 @@ def _ready(
             raise MismatchError(
                 f"prepare must return the module to use for stage {stage}, not {ready!r}"
             )
+        if given.checkpoint is not None:
+            recompute(ready, given.checkpoint)
         found[stage] = compile_stages(ready, stage) if given.compile else ready
     if given.data_parallel is None and ranks.replicas > 1:
         require_wrapped(found, ranks)

@@ -30,6 +30,7 @@ from taktline.train.build import Built, Model, Prepare, ScheduleChoice, build, c
 from taktline.train.memory import Memory, memory_of
 from taktline.train.parameters import INSTEAD, Scaler, gathered_state, load_state, own_state
 from taktline.train.preemption import PREEMPTED, Preemption
+from taktline.train.recompute import Checkpoint
 from taktline.train.stage_table import Boundaries
 from taktline.train.steps import Metrics, Outputs, generate, progress
 from taktline.train.verify import Verification, verify
@@ -72,7 +73,10 @@ class Pipeline:
         mesh: a device mesh with a dimension "pp", and one that begins with "dp" for replicas.
         data_parallel: ``"ddp"`` or ``"fsdp"``: the wrapper of each stage.
         prepare: called with each stage of this process and its number, before it is wrapped;
-            returns the module to use. For activation checkpointing or tensor parallelism.
+            returns the module to use. For tensor parallelism, for example.
+        checkpoint: runs blocks again in the backward instead of keeping their activations, after
+            ``prepare``: ``"blocks"``, all members of lists and sequences of modules, or a function
+            of a submodule's name and the submodule, which returns True for those to run again.
         compile: compiles each stage, after ``prepare``, by :func:`taktline.compile_stages`.
         device: where to compute.
         state_dict: values for a model on the meta device, of which each process takes its own;
@@ -134,6 +138,7 @@ class Pipeline:
         mesh: DeviceMesh | None = None,
         data_parallel: Literal["ddp", "fsdp"] | None = None,
         prepare: Prepare | None = None,
+        checkpoint: Checkpoint | None = None,
         compile: bool = False,
         device: torch.device | str | None = None,
         state_dict: Mapping[str, torch.Tensor] | None = None,
@@ -337,7 +342,8 @@ class Pipeline:
     def metrics(self) -> dict[str, float]:
         """Numbers for a log, those that are known: ``step``, ``loss``, ``step_ms``, ``rows_per_s``
         and ``tokens_per_s`` (of all replicas, over the last 20 steps), ``bubble`` (of the latest
-        step that :meth:`progress` has measured), ``peak_memory`` (bytes of this process).
+        step in :meth:`trace` or :meth:`progress`, if ranks are processes), ``peak_memory`` (bytes
+        of this process).
         """
         return self._metrics.read(self._built.schedule.steps, self.replicas, self.device)
 
@@ -347,6 +353,8 @@ class Pipeline:
         with self._built.schedule.trace() as trace:
             trace.work = self._built.table.work
             yield trace
+        if trace.timelines and not self._built.ranks.in_one_process:
+            self._metrics.bubble = trace.timelines[0].bubble()
 
     def memory(self) -> Memory:
         """What the stages keep for their backwards, by the plan and measured; print it.

@@ -168,7 +168,7 @@ class StageTable:
     memory: str = ""
     """What each rank holds, and what is left of its memory, as a table."""
     prepared: bool = False
-    """Whether ``prepare`` has changed the stages since they were measured."""
+    """Whether ``prepare`` or ``checkpoint`` has changed the stages since they were measured."""
 
     @classmethod
     def of(
@@ -210,15 +210,13 @@ class StageTable:
         )
 
     def predicted(self) -> Timeline:
-        """The simulated timeline; times and memory are relative to those of a mean stage."""
+        """The simulated timeline; times are relative to those of a mean stage."""
         if (work := self.work) is None:
             return simulate(self.plan)
         n, unit = self.plan.stages, work.of("forward", self.plan.stages).mean() or 1.0
         names = ("forward", "backward_input", "backward_weight")
         times: dict[str, Any] = {name: tuple(work.of(name, n) / unit) for name in names}
-        memory = work.of("activation", n)
-        memory = tuple(memory / (memory.mean() or 1.0))
-        return simulate(self.plan, Costs(**times, activation=memory))
+        return simulate(self.plan, Costs(**times, activation=work.activation))
 
     def __str__(self) -> str:
         plan, needs = self.plan, self.needs
@@ -233,13 +231,13 @@ class StageTable:
                 once = ["", ""] if place else [str(rank), peak]
                 numbers = [f"{parameters:,}", sends, keeps]
                 lines.append([once[0], str(stage), layers, *numbers, once[1]])
-        basis, memory = "all stages alike", "peak: activations in flight"
+        basis, memory = "all stages alike", "peak: activations of a rank, in micro-batches"
         if needs:
             basis = "from counted operations"
             memory = "sends, keeps: per micro-batch; peak: activations of a rank"
-            memory += "; all before prepare=" * self.prepared
+            memory += "; all before prepare= and checkpoint=" * self.prepared
         verdict = self.predicted().verdict
-        text = f"{table(lines, left=['layers'])}\npredicted {verdict} ({basis}); {memory}"
+        text = f"{table(lines, left=['layers'])}\npredicted {verdict} ({basis})\n{memory}"
         return f"{text}\n{self.memory}" if self.memory else text
 
 

@@ -321,10 +321,8 @@ def progress(pipe: Any, batches: Iterable[T], every: int, *, measured: bool) -> 
     for done, batch in enumerate(batches, start=1):
         # The second one: in the first, ranks still exchange shapes.
         tracing = pipe.trace() if measured and done % every == 2 % every else nullcontext()
-        with tracing as trace:
+        with tracing:
             yield batch
-        if trace is not None and trace.timelines:
-            pipe._metrics.bubble = trace.timelines[0].bubble()
         # Not each time: reading the loss waits for the GPU.
         if pipe.is_first and (done % every == 0 or done == total):
             print(f"step {done:4}  {line(pipe.metrics())}", flush=True)

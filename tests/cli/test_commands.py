@@ -66,7 +66,9 @@ BAD_INPUT = [
     ("simulate 1f1b --forward -1", "forward must be"),
     ("simulate plan.csv -r 2", "plan.csv is a file and has its own numbers"),
     ("show plan.csv -r 2", "plan.csv is a file and has its own numbers"),
-    ("show 1f1b -o x.png", "ends in .html, .svg or .json"),
+    ("show 1f1b -o x.png", "ends in .html, .svg, .json or .perfetto.json"),
+    ("show 1f1b zbv -o x.json", "draw several as .html, .svg or .perfetto.json"),
+    ("check x.perfetto.json", "a trace for Perfetto; plans and timelines end in .json"),
     ("compare plan.csv -r 2", "plan.csv is a file and has its own numbers"),
     ("compare 1f1b 2f2b", "no schedule is called '2f2b'"),
     ("compare 1f1b -s 2", "1f1b runs 1 stage per rank, not 2"),
@@ -186,7 +188,7 @@ class TestShow:
 
     @pytest.mark.parametrize(
         ("file", "beginning"),
-        [("a.svg", "<svg"), ("a.html", "<!doctype html>"), ("a.json", '{"traceEvents"')],
+        [("a.svg", "<svg"), ("a.html", "<!doctype html>"), ("a.perfetto.json", '{"traceEvents"')],
     )
     def test_into_a_file(self, folder: Path, file: str, beginning: str) -> None:
         out = ok("show", "1f1b", "zbv", *self.NUMBERS, "-o", file)
@@ -278,7 +280,7 @@ class TestTimelines:
         assert out.startswith("1f1b, measured: makespan 27 ms")
         assert out.count("makespan") == 1
 
-    @pytest.mark.parametrize("file", ["a.svg", "a.html", "a.json"])
+    @pytest.mark.parametrize("file", ["a.svg", "a.html", "a.perfetto.json"])
     def test_predicted_and_measured_on_one_axis(self, measured: Timeline, file: str) -> None:
         assert ok("show", "measured.json", "--predict", "-o", file) == f"{file}: 2 timelines\n"
         assert "1f1b, measured" in Path(file).read_text()

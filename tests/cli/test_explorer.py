@@ -155,7 +155,8 @@ def test_knows_all_schedules(opened: Callable[..., Explorer]) -> None:
     assert shown("chosen()") == ["1f1b", "zbv"]
     assert "Choose interleaved_zero_bubble or zbv" in shown.page.locator("#advice").inner_text()
     found = (
-        "The best plan that was found for these settings: 5.9% bubble, makespan 25.5, 4 of memory."
+        "The best plan that was found for these settings: 5.9% bubble, makespan 25.5, "
+        "4 micro-batches in memory."
     )
     assert found in shown.page.locator("#advice").inner_text()
     shown.set("comm", 0.5)

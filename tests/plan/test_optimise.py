@@ -45,7 +45,6 @@ HALVES = Costs(
     backward_input=18.086 / 2,
     backward_weight=9.337 / 2,
     link=Link(latency=0.601),
-    activation=0.5,
 )
 optimise = partial(optimise_with, solver=False)
 SHAPES = ("linear", "v", "looped")

@@ -116,22 +116,22 @@ UNEVEN = Costs(forward=FWD, backward_input=INPUT, backward_weight=WEIGHT, kept_f
 # by p-1, and the peak memory on rank r of p for v stages and m micro-batches.
 FORMULAS: dict[str, Any] = {
     "forward_only": ((1, 2, 3), lambda p: [2 * p], "makespan", FWD,
-        lambda p, r, v, m: 1),
+        lambda p, r, v, m: 1 / v),
     "gpipe": ((1,), lambda p: [1, p, 3 * p + 1], "makespan", FULL,
         lambda p, r, v, m: m),
     "1f1b": ((1,), lambda p: [1, p, 3 * p + 1], "makespan", FULL,
         lambda p, r, v, m: min(m, p - r)),
     "interleaved_1f1b": ((1, 2, 3), lambda p: [p, 3 * p], "makespan",
         FULL,
-        lambda p, r, v, m: min(v * m, (v - 1) * p + 2 * (p - 1 - r) + 1)),
+        lambda p, r, v, m: min(v * m, (v - 1) * p + 2 * (p - 1 - r) + 1) / v),
     "looped_bfs": ((1, 2, 3), lambda p: [p, 2 * p + 1], "makespan",
-        FULL, lambda p, r, v, m: v * m),
+        FULL, lambda p, r, v, m: m),
     "zb_h1": ((1,), lambda p: [p, 2 * p + 1], "makespan", FWD + INPUT - WEIGHT,
         lambda p, r, v, m: p - r + r * KEPT),
     "zb_h2": ((1,), lambda p: [2 * p - 1, 3 * p], "span", FWD + INPUT - 2 * WEIGHT,
         lambda p, r, v, m: 2 * p - 2 * r - 1 + 2 * r * KEPT),
     "interleaved_zero_bubble": ((1, 2, 3), lambda p: [p, 3 * p], "makespan",
-        FWD + INPUT - WEIGHT, lambda p, r, v, m: (v - 1) * p + p - r + r * KEPT),
+        FWD + INPUT - WEIGHT, lambda p, r, v, m: ((v - 1) * p + p - r + r * KEPT) / v),
 }  # fmt: skip
 
 
@@ -154,7 +154,7 @@ class TestFormulas:
         for m in (2 * p - 1, 3 * p):
             timeline = simulate(build("zbv", ranks=p, microbatches=m))
             assert timeline.idle("span") == 0
-            assert max(timeline.peak_memory) == min(2 * p, 2 * m)
+            assert max(timeline.peak_memory) == min(p, m)
 
     @pytest.mark.parametrize("overlap", [3.25, 2.5, 2.0])
     def test_dualpipev(self, p: int, overlap: float) -> None:
@@ -163,7 +163,7 @@ class TestFormulas:
             timeline = simulate(build("dualpipev", ranks=p, microbatches=m), costs)
             idle_at_turn = timeline.makespan - timeline.busy[-1]
             assert idle_at_turn == pytest.approx((p - 1) * (overlap + 2.0 - 3 * 0.75))
-            assert timeline.peak_memory.tolist() == [min(2 * p + 1, 2 * m)] * p
+            assert timeline.peak_memory.tolist() == [min(p + 0.5, m)] * p
 
     @pytest.mark.parametrize(
         ("name", "live"), [("v_min", lambda p: (p + 4) // 3), ("v_half", lambda p: (p + 2) // 2)]
@@ -172,7 +172,7 @@ class TestFormulas:
         k = 2 * live(p)
         for m in (1, p, 2 * p, 4 * p + 1):
             timeline = simulate(build(name, ranks=p, microbatches=m))
-            assert max(timeline.peak_memory) <= k
+            assert max(timeline.peak_memory) <= k / 2
             if m >= 2 * p:
                 assert timeline.idle("span") <= max(0, 6 * p - 3 * k - 1)
 

@@ -80,7 +80,7 @@ class TestPublishedFigures:
         for row in rows:
             ranks, microbatches = int(row["ranks"]), int(row["microbatches"])
             timeline = simulate(build(name, ranks=ranks, microbatches=microbatches))
-            assert max(timeline.peak_memory) == live
+            assert max(timeline.peak_memory) == live / 2  # two chunks are a rank's share
             assert timeline.idle("span") <= int(row["bubble_units"])
 
 
@@ -209,6 +209,20 @@ class TestMemory:
         assert during.tolist() == [4, 8, 8, 5, 4, 1]
         assert after.tolist() == [4, 8, 5, 4, 1, 0]
 
+    def test_one_unit_whatever_the_stages_on_a_rank(self) -> None:
+        peaks = {
+            name: peak_memory(build(name, ranks=4, microbatches=8)) for name in ("1f1b", "zbv")
+        }
+        assert max(peaks["1f1b"]) == max(peaks["zbv"]) == 4
+        looped = build("looped_bfs", ranks=2, microbatches=4, stages_per_rank=3)
+        halves = peak_memory(looped, Costs(forward=(1.0,) * 6, kept_for_weight=0.5))
+        assert halves.tolist() == pytest.approx([4, 4])
+        assert peak_memory(looped, Costs(activation=8.0)).tolist() == [96, 96]
+        assert (Costs().memory_unit, Costs(activation=8.0).memory_unit) == (
+            "micro-batches",
+            "bytes",
+        )
+
     def test_stages_differ(self) -> None:
         plan = Plan.from_actions([["0F0", "1F0", "1B0", "0B0"]])
         assert peak_memory(plan, Costs(activation=(2.0, 3.0))).tolist() == [5]
@@ -234,6 +248,7 @@ class TestCosts:
             ({"forward": -1}, "forward must be a number from 0 up"),
             ({"backward_weight": [1, [2]]}, "backward_weight must be a number"),
             ({"activation": 1.0, "kept_for_weight": 2.0}, "cannot be larger"),
+            ({"kept_for_weight": 2.0}, "cannot be larger"),
             ({"speed": 1}, "unexpected keyword argument 'speed'"),
             ({"link": {"latency": -1}}, "latency must be a number from 0 up"),
             ({"link": {"bandwidth": 0}}, "bandwidth must be more than 0"),

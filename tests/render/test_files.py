@@ -39,7 +39,7 @@ def test_what_is_saved_can_be_read(tmp_path: Path) -> None:
 
 def test_endings_that_nobody_knows(tmp_path: Path) -> None:
     for thing, name in ((PLAN, "x.pdf"), (TIMELINE, "x.png"), (TIMELINE, "x.csv")):
-        with pytest.raises(PlanFileError, match=r"ends in \.html, \.svg or \.json, or \.csv for"):
+        with pytest.raises(PlanFileError, match=r"\.json or \.perfetto\.json, or \.csv for"):
             thing.save(tmp_path / name)
     with pytest.raises(PlanFileError, match="holds one timeline"):
         save([TIMELINE, TIMELINE], tmp_path / "x.json")

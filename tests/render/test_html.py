@@ -324,7 +324,7 @@ def test_the_tip_says_what_an_action_waited_for(plain: Viewer) -> None:
     # Far below, its memory.
     plain.page.mouse.move(x + 100, plain.where("3F0")[1] + 63)
     plain.frame()
-    assert plain.tip().startswith("memory Rank 0 Time 6.4")
+    assert plain.tip().startswith("memory, in micro-batches Rank 0 Time 6.4")
     assert plain.tip().endswith("In use 4 Peak 4")
     plain.page.mouse.move(2, 2)
     plain.frame()

@@ -67,7 +67,7 @@ def test_a_number_fits_into_every_box() -> None:
 def test_says_what_it_shows() -> None:
     svg = simulate(build("zbv", ranks=2, microbatches=3), Costs(unit="ms")).to_svg()
     text = " ".join(ElementTree.fromstring(svg).itertext())
-    for word in ("zbv", "2 ranks, 3 micro-batches", "makespan 19 ms", "bubble", "rank 1", "peak 4",
+    for word in ("zbv", "2 ranks, 3 micro-batches", "makespan 19 ms", "bubble", "rank 1", "peak 2",
                  "forward (F)", "backward for the inputs (I)", "backward for the weights (W)",
                  "idle", "memory"):  # fmt: skip
         assert word in text

@@ -67,7 +67,10 @@ class TestChart:
     @pytest.mark.parametrize("width", [40, 80, 100, 120, 200])
     def test_fits_the_width_and_is_to_scale(self, width: int) -> None:
         lines = self.lines(width)
-        assert lines[0] == "1f1b: makespan 33, bubble 27.3% (no plan below 11.1%), peak memory 4"
+        assert (
+            lines[0]
+            == "1f1b: makespan 33, bubble 27.3% (no plan below 11.1%), peak memory 4 micro-batches"
+        )
         assert max(map(len, lines[1:])) <= width
         room = width - len("rank 0 │ ") - 1
         last_rank = lines[4][len("rank 0 │ ") :]

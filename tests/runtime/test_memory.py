@@ -118,9 +118,11 @@ def in_flight(case: Case, rank: int) -> list[tuple[int, int]]:
     only what the gradients of the weights need lives on until W.
     """
     until_input, until_weight = (
-        alive(case, rank, Costs(kept_for_weight=kept)) for kept in (0.0, 1.0)
+        alive(case, rank, Costs(activation=1.0, kept_for_weight=kept)) for kept in (0.0, 1.0)
     )
-    assert max(until_weight) == peak_memory(case.plan)[rank]  # by default, all is kept for W
+    assert (
+        max(until_weight) == peak_memory(case.plan, Costs(activation=1.0))[rank]
+    )  # all is kept for W
     return list(zip(until_input, until_weight, strict=True))
 
 

@@ -105,7 +105,7 @@ def test_what_a_forward_keeps() -> None:
 
 
 def test_the_table_says_that_it_does_not_know_what_prepare_does() -> None:
-    note = "peak: activations of a rank; all before prepare="
+    note = "peak: activations of a rank; all before prepare= and checkpoint="
     assert note not in str(pipeline(Layers()))
     assert str(pipeline(Layers(), prepare=lambda module, stage: module)).endswith(note)
 

@@ -43,6 +43,8 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"norm_type": 1.0}),
     ({}, {"cast": True}),
     ({"schedule": "zbv", "cuts": CUTS[4]}, {"cast": True}),
+    ({"checkpoint": "blocks"}, {}),
+    ({"schedule": "zbv", "cuts": CUTS[4], "checkpoint": lambda name, module: "1" in name}, {}),
 ]
 
 
@@ -215,9 +217,9 @@ def test_what_it_prints() -> None:
     assert lines[4].startswith("predicted bubble 2")
     lines = str(pipeline(example=None)).splitlines()
     assert lines[1].split() == ["rank", "stage", "layers", "parameters", "peak"]
-    assert lines[4] == (
-        "predicted bubble 20.0%; no plan at this memory is below 7.7% (all stages alike); "
-        "peak: activations in flight"
+    assert "\n".join(lines[4:]) == (
+        "predicted bubble 20.0%; no plan at this memory is below 7.7% (all stages alike)\n"
+        "peak: activations of a rank, in micro-batches"
     )
 
 
@@ -252,6 +254,8 @@ def test_a_model_without_values() -> None:
             {"prepare": lambda module, stage: None},
             "prepare must return the module to use for stage 0",
         ),
+        ({"checkpoint": "all"}, "checkpoint is 'blocks', or a function of a submodule's name and"),
+        ({"checkpoint": 1}, "returns whether to checkpoint it, not 1"),
         (
             {"schedule": tl.build("gpipe", ranks=3, microbatches=4)},
             "plan 'gpipe' is for 3 ranks, 4 micro-batches and 3 stages, not 2, 4 and 2; start as",
@@ -324,6 +328,55 @@ def test_stages_that_are_prepared() -> None:
         "1.1.bias",
     ]
     pipe.load_state_dict(pipe.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("chosen", "runs"),
+    [
+        (None, [1, 1, 1]),
+        ("blocks", [1, 2, 1]),
+        (lambda name, module: name == "head" or isinstance(module, nn.Tanh), [1, 1, 2]),
+    ],
+)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_blocks_that_run_again(chosen: Any, runs: list[int], by_hand: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in (self.embed, *self.blocks, self.head):
+                x = block(x)
+            return x
+
+    model, counts = Model(), dict[str, int]()
+    parts = {"embed": model.embed, "blocks": model.blocks[0][0], "head": model.head}
+    for name, part in parts.items():
+        forward = part.forward
+
+        def counted(x: torch.Tensor, name: str = name, forward: Any = forward) -> torch.Tensor:
+            counts[name] = counts.get(name, 0) + 1
+            return forward(x)
+
+        part.forward = counted
+    stages: Any = [model] if by_hand else model
+    for _ in range(2):  # a second pipeline of the same model changes nothing
+        pipe = tl.Pipeline(
+            stages,
+            example=(torch.ones(2, 4),),
+            microbatches=3,
+            ranks=1 if by_hand else 2,
+            loss_fn=nn.functional.mse_loss,
+            checkpoint=chosen,
+        )
+        counts.clear()
+        pipe.step(torch.ones(6, 4), target=torch.zeros(6, 4))
+    per_step = dict(counts)
+    counts.clear()
+    pipe.step(torch.ones(6, 4), target=torch.zeros(6, 4))
+    assert [counts[name] for name in parts] == [3 * run for run in runs], per_step
 
 
 def test_a_model_cut_at_split_points() -> None:

@@ -35,7 +35,7 @@ _SETTINGS: dict[str, tuple[str, float, float, float, float]] = {
     "backward": ("I: backward, inputs", 0.1, 4, 0.1, 1),
     "weight": ("W: backward, weights", 0.1, 4, 0.1, 1),
     "comm": ("link: a message", 0, 2, 0.05, 0),
-    "memory": ("memory limit, 0: none", 0, 32, 0.5, 0),
+    "memory": ("memory: micro-batches, 0: any", 0, 32, 0.5, 0),
 }
 """The sliders: label, minimum, maximum, step and default."""
 
@@ -49,9 +49,7 @@ def explore(
     ),
     *,
     times: Times,
-    memory: float | None = typer.Option(
-        None, help="Memory limit of a rank: activations, in micro-batches."
-    ),
+    memory: float | None = typer.Option(None, help="Memory limit of a rank, in micro-batches."),
     output: Path = typer.Option(Path("explorer.html"), *OUTPUT, help="File for the page."),
 ) -> None:
     """Write an interactive page that compares schedules: sliders, charts, bubble against memory.

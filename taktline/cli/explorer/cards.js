@@ -44,7 +44,7 @@ function charts() {
       : ` (${percent(Math.abs(change))} ${change < 0 ? "less" : "more"} than ${chosen[0]})`;
     const summary = [
       `${counted(ranks, "rank")} × ${counted(rankOf.length / ranks, "stage")} × ${counted(microbatches, "micro-batch")}`,
-      "bubble ", percent(timeline.bubble), "makespan ", plain(timeline.makespan) + pace, "peak memory ", plain(timeline.peak),
+      "bubble ", percent(timeline.bubble), "makespan ", plain(timeline.makespan) + pace, "peak memory ", batches(timeline.peak),
     ];
     const bold = (text) => element("b", { textContent: text });
     card.facts.replaceChildren(summary[0], " · ", summary[1], bold(summary[2]), " · ", summary[3], bold(summary[4]),

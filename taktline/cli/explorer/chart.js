@@ -108,7 +108,7 @@ function chart(name) {
     pen.fillText(plain(tick), x(tick), ranks * lane + 15);
   }
   pen.textAlign = "right";
-  if (!small) pen.fillText("memory", width - 6, ranks * lane + 15);
+  if (!small) pen.fillText("peak", width - 6, ranks * lane + 15);
   cards.get(name).boxes = count;
 }
 
@@ -157,8 +157,7 @@ plan = tl.build("${name}", ranks=${ranks}, microbatches=${microbatches}${more})
 costs = Costs(
     forward=${divided(forward)},
     backward_input=${divided(backward)},
-    backward_weight=${divided(weight)},
-    activation=${divided(1)},${link}
+    backward_weight=${divided(weight)},${link}
 )
 timeline = tl.simulate(plan, costs)
 print(timeline)

@@ -10,6 +10,8 @@ const plain = (x, digits = 5) => String(Number(x.toPrecision(digits)));
 const percent = (x) => (100 * Math.max(0, x)).toFixed(1) + "%";
 const counted = (number, word) => `${number} ${word}${number === 1 ? "" : word.endsWith("h") ? "es" : "s"}`;
 
+const batches = (x) => `${plain(x)} micro-batch${x === 1 ? "" : "es"}`;
+
 function element(tag, props = {}, ...children) {
   const made = Object.assign(document.createElement(tag), props);
   made.append(...children);
@@ -96,11 +98,11 @@ function table() {
   $("advice").replaceChildren(...(choice.length
     ? ["Choose ", element("b", { textContent: choice.map((t) => t.plan.name).join(" or ") }),
        `: the quickest${settings.memory ? " that fits" : ""}, with ${percent(choice[0].bubble)} bubble and ` +
-       `${plain(choice[0].peak)} of memory.`]
-    : [`No schedule keeps within ${settings.memory}: more ranks or smaller micro-batches need less.`]));
+       `${batches(choice[0].peak)} in memory.`]
+    : [`No schedule keeps within ${batches(settings.memory)}: more ranks or smaller micro-batches need less.`]));
   if (data.found && data.settings.every(({ name, value }) => settings[name] === value)) {
     $("advice").append(` The best plan that was found for these settings: ${percent(data.found.bubble)} bubble, ` +
-      `makespan ${plain(data.found.makespan)}, ${plain(data.found.peak)} of memory.`);
+      `makespan ${plain(data.found.makespan)}, ${batches(data.found.peak)} in memory.`);
   }
 }
 

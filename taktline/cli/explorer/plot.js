@@ -27,16 +27,23 @@ function plot() {
   const steps = edge.map((t, at) => `${at ? `H${x(t.peak)}V` : `M${x(t.peak)},`}${y(t.bubble)}`);
   if (edge.length) parts.push(drawn("path", { class: "frontier", d: steps.join("") }));
 
-  // Labels keep clear of points and of each other: each goes down until there is room.
+  // Labels keep clear of points, of each other and of the frontier: to the right, or where there is room.
+  const lines = edge.slice(1).flatMap((t, at) => {
+    const [x1, y1, x2, y2] = [x(edge[at].peak), y(edge[at].bubble), x(t.peak), y(t.bubble)];
+    return [{ x1, x2, y1, y2: y1 }, { x1: x2, x2, y1, y2 }];
+  });
   const taken = all.map((t) => ({ line: y(t.bubble) + 4, from: x(t.peak) - 5, to: x(t.peak) + 5 }));
   for (const timeline of all.toSorted((a, b) => b.bubble - a.bubble || a.peak - b.peak)) {
     const { name } = timeline.plan, on = chosen.includes(name), long = name.length * 6.6;
-    const cx = x(timeline.peak), cy = y(timeline.bubble), before = cx + long + 10 > right;
-    const from = before ? cx - long - 8 : cx + 8;
-    let line = cy + 4;
-    while (taken.some((box) => Math.abs(box.line - line) < 13 && box.from < from + long && from < box.to)) line += 13;
+    const cx = x(timeline.peak), cy = y(timeline.bubble);
+    const free = ({ from, line }) => from > left && from + long < right + 2 && line > top + 8 && line < bottom + 6
+      && !taken.some((box) => Math.abs(box.line - line) < 13 && box.from < from + long && from < box.to)
+      && !lines.some((part) => part.x1 < from + long && from < part.x2 && part.y1 < line + 3 && line - 11 < part.y2);
+    const spots = range(40).flatMap((at) =>
+      [cx + 8, cx - long - 8].map((from) => ({ from, line: cy + 4 + 13 * (at % 2 ? -(at + 1) / 2 : at / 2) })));
+    const { from, line } = spots.find(free) ?? spots[0], before = from < cx;
     taken.push({ line, from, to: from + long });
-    const words = `${name}: bubble ${percent(timeline.bubble)}, memory ${plain(timeline.peak)}`;
+    const words = `${name}: bubble ${percent(timeline.bubble)}, memory ${batches(timeline.peak)}`;
     const point = drawn("a", {
       class: `${on ? "on" : ""} ${timeline.over ? "over" : ""}`, tabindex: 0, role: "checkbox", "aria-checked": on,
       "aria-label": words, "data-name": name,
