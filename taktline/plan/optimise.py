@@ -148,7 +148,7 @@ def _fitted(plan: Plan, costs: Costs, memory: Memory, host: Memory | None, by: B
 def _least(costs: Costs, placement: Placement) -> FloatArray:
     """The memory of each rank for one micro-batch, if it keeps all of it."""
     whole = costs.of("activation", placement.stages)
-    return np.bincount(placement.rank_of, whole, placement.ranks)
+    return np.bincount(placement.rank_of, whole, placement.ranks).astype(float)
 
 
 def _work(
