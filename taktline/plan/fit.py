@@ -327,7 +327,7 @@ def _fitted(
         choices = [subject.choose(limit, *way) for way in ways]
         fits = [choice for choice in choices if choice.peak <= limit]
         if not fits and least.peak > limit:
-            short.append(f"rank {rank} needs at least {least.peak:g}, not {limits[rank]:g}")
+            short.append(f"rank {rank} needs at least {least.peak:.10g}, not {limits[rank]:g}")
             continue
         options.append(
             [subject.with_actions(choice if choice.peak <= limit else least) for choice in choices]

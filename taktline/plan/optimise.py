@@ -147,7 +147,8 @@ def _fitted(plan: Plan, costs: Costs, memory: Memory, host: Memory | None, by: B
 
 def _least(costs: Costs, placement: Placement) -> FloatArray:
     """The memory of each rank for one micro-batch, if it keeps all of it."""
-    return np.bincount(placement.rank_of, costs.keeps(placement), placement.ranks)
+    least = np.bincount(placement.rank_of, costs.keeps(placement), placement.ranks)
+    return least.astype(float)
 
 
 def _work(

@@ -18,6 +18,8 @@ from taktline.plan.timeline import Timeline
 
 _F, _B, _I, _W = range(4)  # the rows of tables
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+_TABLE = np.full(len(Kind), len(KINDS))
+_TABLE[[*KINDS]] = range(len(KINDS))
 _LARGE = 2**16
 """From so many bytes on, a message takes its time by its size, and holds up the next one."""
 
@@ -154,7 +156,7 @@ def _spins(alone: Sequence[Timeline]) -> bool:
     """
     plan, last = alone[0].plan, alone[0].plan.microbatches - 1
     rows, first = plan.rows, plan.rank_of_rows() == plan.placement.rank_of[0]
-    halves = first & np.isin(rows.kind, (_I, _W))
+    halves = first & np.isin(rows.kind, (Kind.I, Kind.W))
     late, early = (halves & (rows.microbatch == m) for m in (last, last - 2))
     ratios = [spent[late].sum() / max(spent[early].sum(), 1e-9) for spent in map(work, alone)]
     return plan.ranks > 1 and float(np.median(ratios)) < _QUICKER
@@ -201,9 +203,9 @@ def _beside_all(timelines: Sequence[Timeline]) -> list[FloatArray]:
 
 
 def _places(timeline: Timeline) -> IntArray:
-    """The place of each row in a table of kinds and stages; beyond its end for messages."""
+    """The place of each row in a table of kinds and stages; beyond its end for other kinds."""
     rows = timeline.plan.rows
-    return rows.kind.astype(np.int64) * timeline.plan.stages + rows.stage
+    return _TABLE[rows.kind] * timeline.plan.stages + rows.stage
 
 
 def _before_any_end(timeline: Timeline) -> BoolArray:
@@ -251,14 +253,14 @@ def _of_steps(
     for each in timelines:
         rows, stages = each.plan.rows, each.plan.stages
         spent = each.end - each.start if local else work(each, cores, spinning=spinning)
-        computes = rows.kind <= Kind.W
+        computes = np.isin(rows.kind, KINDS)
         place = _places(each)[computes]
         total, count = (
-            np.bincount(place, part, minlength=(Kind.W + 1) * stages)
+            np.bincount(place, part, minlength=len(KINDS) * stages)
             for part in (spent[computes], None)
         )
         with np.errstate(invalid="ignore"):
-            tables.append((total / count).reshape(-1, stages)[[*KINDS]])
+            tables.append((total / count).reshape(-1, stages))
     return known_medians(np.stack(tables), axis=0)
 
 

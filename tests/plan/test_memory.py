@@ -113,6 +113,7 @@ def test_a_plan_fits_or_the_least_that_does_is_said(plan: Plan, data: st.DataObj
     share = st.sampled_from([0.0, 0.25, 0.5, 1.0])
     times = st.sampled_from([0.0, 0.5, 1.5, 4.0])
     costs = Costs(
+        activation=1.0,
         kept_for_weight=data.draw(share),
         kept_for_recompute=data.draw(share),
         offloadable=data.draw(share),
@@ -124,12 +125,12 @@ def test_a_plan_fits_or_the_least_that_does_is_said(plan: Plan, data: st.DataObj
     limits = before * data.draw(st.lists(st.floats(0, 1), min_size=plan.ranks, max_size=plan.ranks))
     host = data.draw(st.sampled_from([None, 0.5, 2.0]))
     try:
-        fitted = fit_memory(plan, costs, limits, host=host)
+        fitted = fit_memory(plan, costs, limits.tolist(), host=host)
     except ScheduleError as error:
         for at, least in re.findall(r"rank (\d+) needs at least ([\d.e+-]+),", str(error)):
             assert float(least) > limits[int(at)]
             limits[int(at)] = float(least)
-        fitted = fit_memory(plan, costs, limits, host=host)
+        fitted = fit_memory(plan, costs, limits.tolist(), host=host)
     assert not tl.validate(fitted)
     assert (peak_memory(fitted, costs) <= limits * (1 + 1e-5)).all()
     assert host is None or (peak_memory(fitted, costs, host=True) <= host).all()
@@ -159,7 +160,8 @@ def test_interleaving_by_groups_needs_as_much_as_pipeoffload_says(group: int, ch
     ]
     plan = Plan(rows, placement, 12)
     assert not tl.validate(plan)
-    assert peak_memory(plan).max() == group * (chunks - 1) + ranks
+    in_stages = Costs(activation=1.0)
+    assert peak_memory(plan, in_stages).max() == group * (chunks - 1) + ranks
 
 
 @pytest.mark.parametrize(("length", "ratio"), [(4, 1.70), (8, 1.49), (16, 1.19), (32, 0.85)])
@@ -188,8 +190,8 @@ def test_the_planner_recomputes_what_copies_cannot_save_in_time() -> None:
 def test_optimise_goes_below_what_one_micro_batch_needs() -> None:
     sizes = {"ranks": 2, "microbatches": 4, "placement": "v"}
     with pytest.raises(ScheduleError, match=r"no plan fits into memory 1\.5 on rank 0"):
-        tl.optimise(Costs(), memory=1.5, **sizes)
-    costs = Costs(recompute=1.0, kept_for_weight=0.0)
+        tl.optimise(Costs(activation=1.0), memory=1.5, **sizes)
+    costs = Costs(activation=1.0, recompute=1.0, kept_for_weight=0.0)
     plan = tl.optimise(costs, memory=1.5, **sizes)
     assert peak_memory(plan, costs).max() <= 1.5
     with pytest.raises(ScheduleError, match=r"rank 0 needs at least 1, not 0\.5"):

@@ -12,6 +12,7 @@ import pytest
 from taktline.errors import ScheduleError
 from taktline.plan import (
     Costs,
+    Kind,
     Rows,
     build,
     each_rank,
@@ -189,7 +190,7 @@ def test_registering_a_schedule_makes_it_known() -> None:
     @each_rank
     def lonely(rank: int, placement: object, microbatches: int) -> Rows:
         """Each micro-batch alone."""
-        kinds = np.tile([0, 1], microbatches)
+        kinds = np.tile([Kind.F, Kind.B], microbatches)
         return Rows.of(kinds, rank, np.repeat(np.arange(microbatches), 2))
 
     try:
