@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -275,8 +275,9 @@ def _signature(example: Any) -> Signature | None:
 
 
 def _place_of(root: torch.Tensor) -> Root:
-    node = root.grad_fn
-    return root if node is None else GradientEdge(node, root.output_nr)
+    # Before torch 2.13 a node of a custom or compiled function alone does not keep its graph: the
+    # edge does.
+    return root if root.grad_fn is None else get_gradient_edge(root)
 
 
 def _reached(

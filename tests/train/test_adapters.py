@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import taktline as tl
+from taktline.errors import CheckpointError
 from taktline.runtime.ports import Outgoing
 from taktline.split.auto import record_layers
 from taktline.train.weights import require_trainable
@@ -276,5 +277,5 @@ def test_what_cannot_be_trained_is_refused(make: Callable[[], Any], text: str) -
 def test_quantised_files_are_not_read_in_parts(tmp_path: Path) -> None:
     quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     transformers.LlamaConfig(**SIZES, quantization_config=quantised).save_pretrained(tmp_path)
-    with pytest.raises(tl.CheckpointError, match=r"are quantised, .* pass it to Pipeline"):
+    with pytest.raises(CheckpointError, match=r"are quantised, .* pass it to Pipeline"):
         tl.Pipeline.from_pretrained(tmp_path, microbatches=4, ranks=2)
