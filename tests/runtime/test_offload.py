@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -74,20 +75,19 @@ def check(found: Any, name: str, schedule: str, ranks: int) -> None:
     assert_same(found, plain, exact=name not in INEXACT)
 
 
-@pytest.mark.sampled(23)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", FEATURES)
+GRID = [*product(FEATURES, SCHEDULES, MODES)]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "schedule", "mode"), GRID[::11])
 def test_local_ranks(name: str, schedule: str, mode: str) -> None:
     plan = saving(plan_for(schedule, 2), MODES[mode])
     check(run_local(FEATURES[name], plan, dynamic_shapes=name in DYNAMIC), name, schedule, 2)
 
 
 @pytest.mark.processes
-@pytest.mark.sampled(47)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "schedule", "mode"), GRID[5::23])
 def test_processes(workers: Workers, name: str, schedule: str, mode: str) -> None:
     ranks = 4 if name in ("unet", "skip", "nested") else 2
     given = name, schedule, ranks
