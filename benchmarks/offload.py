@@ -1,16 +1,19 @@
-"""Offload and recompute as part of the plan, on one GPU: memory, time, and the same gradients.
+"""Plans that offload or recompute activations, beside the same plan without, and checkpointing.
 
-    python benchmarks/offload.py            4 local ranks, then 2 nccl ranks that share the GPU
-    python benchmarks/offload.py --tiny     the same script on the CPU, as without a GPU
+    python benchmarks/offload.py                     4 local ranks and 2 nccl ranks on one GPU
+    python benchmarks/offload.py --only nccl
+    python benchmarks/offload.py --tiny              on the CPU, a small model: what is printed
 
-A GPT with long sequences in interleaved 1F1B. First the bandwidth of a rank to and from the host is
-measured, alone and with both directions at once, and how long each stage computes. From these the
-plans are made, which offload, or recompute, so much that the ranks have half or 30% of their
-activations at most; beside them runs ``torch.utils.checkpoint`` around all blocks. The peak is what
-the allocator had at most in a step, less what it had before (weights, gradients). All take turns;
-times are medians. Peaks and gradients are those of traced steps, which follow the plan also on
-local ranks. Gradients are compared with those of the plan that saves nothing, which comes first
-twice: where even these differ, kernels of the device add up in another order each time.
+A GPT with long sequences. The work for each byte that a forward keeps grows with the length of the
+sequence, and hardly with the width, so a narrow model stands for wide ones. All ranks share the GPU
+and its link to the host: the bandwidth is measured while all of them copy in both directions. The
+model of times is traced from steps of the plan that keeps everything.
+
+Printed are the times of steps, of all ways in turns; the peak of what the allocator had in a step,
+less what it had before (weights, gradients); both as the plan says; and how long the computation
+has waited for copies: to the host, before memory is free, and back, before a backward. Peaks and
+waits are those of traced steps, which follow the plan also on local ranks.
+Gradients are compared with those of the plan that keeps everything, by deterministic kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +38,9 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import ScheduleError
-from taktline.plan import Costs, Kind, Plan, build, fit_memory, peak_memory, simulate
+from taktline.plan import Costs, Kind, Plan, build, fit_memory, lower, peak_memory, simulate
+from taktline.plan.timeline import Timeline
+from taktline.runtime.runnable_plan import merged
 from taktline.stage.offload import copies_on
 
 
@@ -50,7 +55,7 @@ class Size:
     rounds: int
 
 
-SIZES = {"local": Size(512, 131072, 8, 4, 3), "nccl": Size(512, 131072, 8, 4, 3)}
+SIZES = {"local": Size(256, 131072, 8, 4, 3), "nccl": Size(256, 131072, 8, 4, 3)}
 TINY = Size(64, 64, 8, 8, 2)
 WORDS = 1024
 
@@ -90,33 +95,35 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def bandwidth(device: torch.device, nbytes: int) -> tuple[float, float]:
-    """Bytes per second to and from the host: with one direction at a time, and with both."""
+def bandwidth(device: torch.device, nbytes: int, ranks: int) -> float:
+    """Bytes per second of a rank in each direction, while all ``ranks`` of a link copy in both."""
     copies = copies_on(device)
     here = torch.empty(2, nbytes, dtype=torch.uint8, device=device)
     hosts = [copies.take(nbytes), copies.take(nbytes)]
-    calls: list[Callable[[], object]] = [
-        lambda: copies.wait(copies.copy([(hosts[0], here[0])], inward=False)),
-        lambda: [
-            copies.wait(end)
-            for end in [
-                copies.copy([(hosts[0], here[0])], inward=False),
-                copies.copy([(here[1], hosts[1])], inward=True),
-            ]
-        ],
-    ]
-    found = [nbytes / statistics.median(timed(call, device) for _ in range(5)) for call in calls]
+
+    def both() -> None:
+        for _ in range(4):
+            copies.copy([(hosts[0], here[0])], inward=False)
+            copies.copy([(here[1], hosts[1])], inward=True)
+        copies.synchronize()
+
+    times: list[float] = []
+    for _ in range(4):
+        if ranks > 1:
+            torch.distributed.barrier()
+        times.append(timed(both, device)[0])
     copies.give(hosts)
-    return found[0], found[1]
+    return 4 * nbytes / statistics.median(times)
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, and of what it has told a GPU."""
+def timed(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Seconds of a call with what it has told a GPU, and of the call alone."""
     settle(device)
     began = time.perf_counter()
     call()
+    told = time.perf_counter()
     settle(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - began, told - began
 
 
 def settle(device: torch.device) -> None:
@@ -130,8 +137,11 @@ class Run:
 
     name: str
     pipe: tl.Pipeline
-    checkpoints: bool
-    times: list[float]
+    checkpoints: bool = False
+    times: list[float] = field(default_factory=list)
+    told: list[float] = field(default_factory=list)
+    """How long a step has kept the host."""
+    timeline: Timeline | None = None
     peak: float = 0.0
     exact: bool = True
 
@@ -144,6 +154,18 @@ class Run:
             if p.grad is not None:
                 p.grad.zero_()
         self.pipe.step(words, target=words)
+
+    def measure(self, words: Tensor, device: torch.device) -> None:
+        """The peak and the timeline of a traced step."""
+        with self.pipe.trace() as trace:
+            self.peak = peak_of(partial(self.step, words), device)
+        self.timeline = trace.timeline
+
+    def gradients(self, words: Tensor) -> list[Tensor]:
+        """Those of a step, by deterministic kernels."""
+        with self.pipe.trace(), deterministic():
+            self.step(words)
+        return [p.grad.clone() for p in self.pipe.parameters() if p.grad is not None]
 
 
 def peak_of(call: Callable[[], object], device: torch.device) -> float:
@@ -162,8 +184,9 @@ def peak_of(call: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Without attention's quicker backward, whose sums differ from run to run."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Attention's quicker backward adds up in another order each time, also where one warns only."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
@@ -177,6 +200,12 @@ def limits_of(plan: Plan, costs: Costs, share: float) -> list[float]:
     while scale > 0.01 and np.maximum(scale * peaks, least).sum() > share * peaks.sum():
         scale *= 0.98
     return np.maximum(scale * peaks, least).tolist()
+
+
+def all_again(plan: Plan, costs: Costs) -> list[float]:
+    """For each rank: the arguments of all forwards in flight, and one activation."""
+    kept = replace(costs, activation=costs.kept_for_recompute)
+    return (peak_memory(plan, kept) + costs.of("activation", plan.stages).max()).tolist()
 
 
 def compare(size: Size, ranks: int, device: torch.device, *, local: bool) -> None:
@@ -193,96 +222,193 @@ def compare(size: Size, ranks: int, device: torch.device, *, local: bool) -> Non
     options |= {"ranks": ranks} if local else {}
 
     def made(name: str, plan: Plan, *, checkpoints: bool = False) -> Run:
-        return Run(name, tl.Pipeline(modules, schedule=plan, **options), checkpoints, [])
+        return Run(name, tl.Pipeline(modules, schedule=plan, **options), checkpoints)
 
     plain = made("plain", plan)
-    for _ in range(3):
+    for _ in range(2):
         plain.step(words)
-    one, both = bandwidth(device, 1 << (20 if device.type == "cpu" else 28))
+    speed = bandwidth(device, 1 << (20 if device.type == "cpu" else 28), 1 if local else ranks)
     if not local:  # one plan needs the same costs on all ranks
-        found = torch.tensor([one, both], dtype=torch.float64, device=device)
+        found = torch.tensor(speed, dtype=torch.float64, device=device)
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN)
-        one, both = found.tolist()
-    with plain.pipe.trace() as trace:
-        plain.step(words)
-    keeps = tuple(float(need.keeps) for need in plain.pipe._built.table.needs or ())
-    copies = tuple(1e3 * each / both for each in keeps)
-    traced = replace(Costs.from_timeline(trace.timeline), activation=keeps)
-    costs = replace(traced, offload=copies, reload=copies)
+        speed = found.item()
+    plain.measure(words, device)
+    costs = costs_of(plain, speed, local=local)
     say = plain.pipe.is_first
     if say:
-        print(
-            f"{ranks} {'local' if local else 'nccl'} ranks: {one / 1e9:.1f} GB/s one way, "
-            f"{both / 1e9:.1f} GB/s each way of both; a stage keeps {max(keeps) / 2**30:.2f} GiB, "
-            f"copied in {max(copies):.0f} ms"
-        )
-    runs, again = [plain], replace(traced, recompute=traced.forward)
-    for name, each in {"offload": costs, "recompute": again}.items():
-        for share in (0.5, 0.3):
-            try:
-                fitting = fit_memory(plan, each, limits_of(plan, costs, share))
-                runs.append(made(f"{name} {share:.0%}", fitting))
-            except ScheduleError as error:
-                print(f"{name} {share:.0%}: {error}")
+        described(plan, costs, speed, local=local)
+    runs = [plain]
+    ways = {
+        f"{name} {share:.0%}": (each, limits_of(plan, costs, share))
+        for name, each in {"offload": replace(costs, recompute=None)}.items()
+        for share in (0.5, 0.3)
+    }
+    again = replace(costs, offload=None, reload=None)
+    ways["recompute 50%"] = again, limits_of(plan, costs, 0.5)
+    ways["recompute"] = again, all_again(plan, costs)
+    for name, (each, limits) in ways.items():
+        try:
+            runs.append(made(name, fit_memory(plan, each, limits)))
+        except ScheduleError as error:
+            print(f"{name}: {error}")
     runs.append(made("checkpoint all blocks", plan, checkpoints=True))
     for run in runs[1:]:
-        for _ in range(2):
-            run.step(words)
-    expected_grads: list[Tensor] = []
-    for number in range(size.rounds):
+        run.step(words)
+        run.measure(words, device)
+    expected = plain.gradients(words)
+    for run in runs:  # the plain one again
+        run.exact = all(map(torch.equal, run.gradients(words), expected))
+    for _ in range(size.rounds):
         for run in runs:
-            call = partial(run.step, words)
-            if number:
-                run.times.append(timed(call, device))
-                continue
-            with run.pipe.trace():
-                run.peak = peak_of(call, device)
-                with deterministic():
-                    call()
-            grads = [p.grad for p in run.pipe.parameters() if p.grad is not None]
-            expected_grads = expected_grads or [grad.clone() for grad in grads]
-            if run is plain:  # attention's backward may add up in another order each time
-                with run.pipe.trace(), deterministic():
-                    call()
-            run.exact = all(map(torch.equal, grads, expected_grads))
+            took, told = timed(partial(run.step, words), device)
+            run.times.append(took)
+            run.told.append(told)
     if say:
         report(runs, costs, local=local)
+
+
+def costs_of(plain: Run, speed: float, *, local: bool) -> Costs:
+    """What its actions cost, in milliseconds, with copies at a speed in bytes per second."""
+    assert plain.timeline is not None
+    needs = plain.pipe._built.table.needs or ()
+    keeps, arrives = [need.keeps for need in needs], [0, *(need.sends for need in needs)]
+    traced, copies = Costs.from_timeline(plain.timeline), tuple(1e3 * x / speed for x in keeps)
+    if local:  # an action by itself: its rank has waited for the others, which compute in turn
+        took = [plain.timeline.durations(kind).mean(axis=1) for kind in (Kind.F, Kind.B)]
+        traced = replace(traced, forward=tuple(took[0]), backward=tuple(took[1]))
+    return replace(
+        traced,
+        activation=tuple(map(float, keeps)),
+        kept_for_recompute=tuple(map(float, map(min, arrives, keeps))),
+        recompute=traced.forward,
+        offload=copies,
+        reload=copies,
+    )
+
+
+def described(plan: Plan, costs: Costs, speed: float, *, local: bool) -> None:
+    """Print the model of costs."""
+    names = ("forward", "backward", "offload")
+    times = [f"{name} {np.median(costs.of(name, plan.stages)):.1f} ms" for name in names]
+    keeps = np.median(costs.of("activation", plan.stages)) / 2**30
+    print(
+        f"{plan.ranks} {'local' if local else 'nccl'} ranks: {speed / 1e9:.1f} GB/s of a rank each "
+        f"way of both; a stage keeps {keeps:.2f} GiB; {', '.join(times)}"
+    )
 
 
 def report(runs: Sequence[Run], costs: Costs, *, local: bool) -> None:
     """Print the table."""
     plain = runs[0]
     whole = expected(plain.pipe.plan, costs, local=local)
-    print(
-        f"{'':22} {'time':>8} {'ratio':>7} {'by plan':>8} {'peak':>10} {'ratio':>7} {'by plan':>8}"
-    )
+    offset = 1e3 * statistics.median(plain.times) / whole[0]
+    heads = ["time", "ratio", "by plan", "peak", "ratio", "by plan", "to host", "back", "host"]
+    print(f"{'':22} {' '.join(f'{head:>9}' for head in heads)}")
     for run in runs:
-        time_, peak = expected(run.pipe.plan, costs, local=local)
-        # The plan knows nothing of checkpoints inside of stages.
-        by_plan = [f"{x / y:.3f}" for x, y in zip((time_, peak), whole, strict=True)]
-        by_plan = ["", ""] if run.checkpoints else by_plan
+        time_, peak = (x / y for x, y in zip(expected(run.pipe.plan, costs, local=local), whole, strict=True))
         median = statistics.median(run.times)
-        print(
-            f"{run.name:22} {median:6.3f} s {median / statistics.median(plain.times):7.3f} "
-            f"{by_plan[0]:>8} {run.peak / 2**30:6.2f} GiB "
-            f"{run.peak / (plain.peak or 1.0):7.3f} {by_plan[1]:>8} "
-            f"{'exact' if run.exact else 'NOT EXACT'}",
-            flush=True,
-        )
+        cells = [
+            f"{median:.3f} s",
+            f"{median / statistics.median(plain.times):.3f}",
+            "" if run.checkpoints else f"{time_:.3f}",  # no plan knows of these
+            f"{run.peak / 2**30:.2f} GiB",
+            f"{run.peak / (plain.peak or 1.0):.3f}",
+            "" if run.checkpoints else f"{peak:.3f}",
+            *(f"{ms:.0f} ms" for ms in waits(run.timeline, local=local)),
+            f"{statistics.median(run.told):.3f} s",
+        ]
+        exact = "exact" if run.exact else "NOT EXACT"
+        print(f"{run.name:22} {' '.join(f'{cell:>9}' for cell in cells)} {exact}")
+        print("    turns", *(f"{x:.3f}" for x in run.times), speeds_of(run, costs))
+    print(f"measured / predicted of plain: {offset:.3f}", flush=True)
+
+
+def speeds_of(run: Run, costs: Costs) -> str:
+    """How long copies took, by their prediction; and computations by those of the plain plan."""
+    assert run.timeline is not None
+    timeline, text = run.timeline, list[str]()
+    rows, took = timeline.plan.rows, timeline.end - timeline.start
+    names = ("forward", "backward", "recompute", "offload", "reload")
+    kinds = (Kind.F, Kind.B, Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD)
+    for name, kind in zip(names, kinds, strict=True):
+        at = rows.kind == kind
+        if at.any():
+            known = costs.of(name, timeline.plan.stages)[rows.stage[at]]
+            text.append(f"{name} {took[at].sum() / known.sum():.3f}")
+    return f"{timeline.makespan:.0f} ms traced; times by the model: {', '.join(text)}"
+
+
+def waits(timeline: Timeline | None, *, local: bool) -> tuple[float, float]:
+    """How many milliseconds rank 0, or the thread of local ranks, has waited for copies."""
+    assert timeline is not None
+    plan, start, end = timeline.plan, timeline.start, timeline.end
+    mine = np.ones(len(plan.rows), bool) if local else plan.rank_of_rows() == 0
+    rows, out, back, before, copied = plan.rows, 0.0, 0.0, 0.0, False
+    order = np.flatnonzero(mine)
+    reloads = {
+        (int(rows.stage[i]), int(rows.microbatch[i])): end[i]
+        for i in order
+        if rows.kind[i] == Kind.RELOAD
+    }
+    if not local:
+        for i in order.tolist():
+            if rows.kind[i] in (Kind.OFFLOAD, Kind.RELOAD):
+                copied = True
+            elif rows.kind[i] <= Kind.W:
+                arrival = 0.0
+                out += max(0.0, start[i] - before) * copied
+                before, copied = end[i], False
+    else:
+        computes = order[rows.kind[order] <= Kind.W]
+        computes = computes[np.argsort(start[computes], kind="stable")]
+        gaps = start[computes[1:]] - end[computes[:-1]]
+        out = float(np.maximum(gaps, 0.0).sum())
+    for i in order.tolist():
+        if rows.kind[i] in (Kind.B, Kind.I):
+            there = reloads.get((int(rows.stage[i]), int(rows.microbatch[i])), 0.0)
+            back += max(0.0, there - start[i])
+    return out, back
 
 
 def expected(plan: Plan, costs: Costs, *, local: bool) -> tuple[float, float]:
-    """The time and the peak by the plan.
-
-    Local ranks compute in turn, and one that waits for a copy is no reason for others to wait: they
-    take as long as all of their work, or as the copies of one direction.
-    """
+    """The time and the peak by the plan: of all local ranks together, or of the first rank."""
     if not local:
         return simulate(plan, costs).makespan, float(peak_memory(plan, costs)[0])
-    durations, kind = costs.durations(plan), plan.rows.kind
-    copies = [durations[kind == each].sum() for each in (Kind.OFFLOAD, Kind.RELOAD)]
-    work = durations.sum() - sum(copies)
-    return float(max(work, *copies)), float(peak_memory(plan, costs).sum())
+    return in_one_thread(plan, costs)
+
+
+def in_one_thread(plan: Plan, costs: Costs) -> tuple[float, float]:
+    """The time and the peak of local ranks, which compute in turn and share one link."""
+    rows, rank_of = merged(lower(plan)), plan.placement.rank_of
+    one = Plan([rows], plan.placement.custom([0] * plan.stages, 1), plan.microbatches)
+    took, keeps = costs.durations(one), costs.of("activation", plan.stages)
+    little = costs.of("kept_for_recompute", plan.stages)
+    again = {
+        (s, m)
+        for k, s, m in zip(rows.kind, rows.stage, rows.microbatch, strict=True)
+        if k == Kind.RECOMPUTE
+    }
+    now = used = peak = 0.0
+    free, leaving, there = {Kind.OFFLOAD: 0.0, Kind.RELOAD: 0.0}, {}, {}
+    for kind, stage, m, time_ in zip(rows.kind, rows.stage, rows.microbatch, took, strict=True):
+        rank = rank_of[stage]
+        if kind in free:
+            until, size = leaving.pop(rank, (0.0, 0.0))
+            now, used = max(now, until), used - size
+            free[kind] = max(now, free[kind]) + time_
+            if kind == Kind.OFFLOAD:
+                leaving[rank] = free[kind], keeps[stage]
+            else:
+                there[stage, m] = free[kind]
+                used += keeps[stage]
+        else:
+            now = max(now, there.get((stage, m), 0.0) if kind > Kind.F else 0.0) + time_
+            if kind == Kind.F:
+                used += little[stage] if (stage, m) in again else keeps[stage]
+            used += (keeps[stage] - little[stage]) * (kind == Kind.RECOMPUTE)
+        peak = max(peak, used)
+        used -= keeps[stage] * (kind == Kind.B)
+    return now, peak
 
 
 def nccl_rank(rank: int, size: Size, port: int) -> None:
@@ -297,6 +423,7 @@ def nccl_rank(rank: int, size: Size, port: int) -> None:
 
 
 def main() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     parser.add_argument("--only", choices=("local", "nccl"))
