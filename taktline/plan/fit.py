@@ -63,9 +63,9 @@ def fit_memory(
         )
     if (peak_memory(plan, costs) <= limits * (1 + MARGIN)).all():
         return plan
-    if costs.offload is None and costs.recompute is None:
+    if not costs.saves_memory:
         raise CostError(
-            "the plan needs more memory, and the costs do not say what saves it: pass Costs with "
+            f"plan {plan.name!r} needs more memory, and the costs do not say what saves it: pass "
             "offload, the time of a copy to the host, or recompute, that of a forward again"
         )
     timeline, found = simulate(plan, costs), list[tuple[tuple[float, float], int, Plan]]()
@@ -78,6 +78,19 @@ def fit_memory(
         best = min(found, key=lambda each: each[:2])[2]
         timeline = simulate(best, costs)
     return min(found, key=lambda each: each[:2])[2]
+
+
+def least_memory(plan: Plan, costs: Costs) -> FloatArray:
+    """The least that :func:`fit_memory` can do with on each rank.
+
+    >>> from taktline.plan import build
+    >>> least_memory(build("gpipe", ranks=2, microbatches=8), Costs(offload=1.0))
+    array([2., 2.])
+    """
+    timeline, can = simulate(plan, costs), (costs.offload is not None, costs.recompute is not None)
+    ranks = [_Rank(timeline, rank, plan, costs, math.inf) for rank in range(plan.ranks)]
+    found = [min((each.peak for each in rank.extremes(*can)), default=math.inf) for rank in ranks]
+    return np.minimum(peak_memory(plan, costs), found)
 
 
 def limits_of(name: str, given: Memory, ranks: int) -> FloatArray:
@@ -302,7 +315,8 @@ class _Rank:
 
 
 _LITTLE = 1e-9
-_WAYS = [*product((1.0, 0.5, 0.0), (False, True), (False, True)), (None, False, True)]
+_PACES = (1.0, 0.85, 0.7, 0.5, 0.25, 0.0)
+_WAYS = [*product(_PACES, (False, True), (False, True)), (None, False, True)]
 """The pace of copies, if there are any; whether all is copied; whether the rest is recomputed."""
 
 

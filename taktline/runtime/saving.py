@@ -96,11 +96,6 @@ class SavingWork(Work):
     def _forward_briefly(self, microbatch: int) -> None:
         """Keep what has arrived, and not what the backward needs."""
         into, feed, values = self.ports.activations_in, self._feed, None
-        if self._stage.grad_sync is not None:
-            raise OffloadError(
-                "RECOMPUTE of a stage in DDP or FSDP, which take each forward for one of its own; "
-                "checkpoint its blocks instead, in prepare="
-            )
         if into is not None:
             values = into.take(microbatch)
             if self.arrived is not None:

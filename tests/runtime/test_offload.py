@@ -29,7 +29,7 @@ from tests.runtime.scenarios import (
     run_stages,
 )
 from tests.runtime.test_capture import Graphs, capture
-from tests.workers import Workers, WorkersFailed
+from tests.workers import Workers
 
 CPU = torch.device("cpu")
 Choose = Callable[[int, int], str]
@@ -277,26 +277,17 @@ def test_what_was_sent_is_not_kept(workers: Workers) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("wrapper", ["ddp", "nested_fsdp"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mode", ["recompute all", "both"])
+@pytest.mark.parametrize("wrapper", parallel.WRAPPERS)
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
-def test_stages_in_wrappers(workers: Workers, schedule: str, wrapper: str) -> None:
+def test_stages_in_wrappers(workers: Workers, schedule: str, wrapper: str, mode: str) -> None:
     case = parallel.Case(schedule, parallel.WRAPPERS[wrapper], ("step", "update", "step"))
-    plan = parallel.texts(saving(case.plan, MODES["offload some"]))
+    plan = parallel.texts(saving(case.plan, MODES[mode]))
     parallel.assert_like_plain(workers.run(parallel.run_case, case, plan, ranks=4), case)
 
 
 # What goes wrong.
-
-
-@pytest.mark.processes
-def test_a_stage_in_a_wrapper_is_not_recomputed(workers: Workers) -> None:
-    case = parallel.Case("Schedule1F1B", parallel.WRAPPERS["ddp"])
-    plan = parallel.texts(saving(case.plan, MODES["recompute all"]))
-    with pytest.raises(WorkersFailed) as failed:
-        workers.run(parallel.run_case, case, plan, ranks=4)
-    assert len(failed.value.errors) == 4
-    for error in failed.value.errors.values():
-        assert "RECOMPUTE of a stage in DDP" in str(error)
 
 
 class Fails(Block):
