@@ -5,15 +5,16 @@
     python benchmarks/offload.py --tiny              on the CPU, a small model: what is printed
 
 A GPT with long sequences. The work for each byte that a forward keeps grows with the length of the
-sequence, and hardly with the width, so a narrow model stands for wide ones. All ranks share the GPU
-and its link to the host: the bandwidth is measured while all of them copy in both directions. The
-model of times is traced from steps of the plan that keeps everything.
+sequence, and with the width only where that is as large: a narrow model stands for wide ones. All
+ranks share the GPU and its link to the host, so the bandwidth of a rank is measured while all of
+them copy in both directions. Costs are those of a traced step that keeps everything.
 
 Printed are the times of steps, of all ways in turns; the peak of what the allocator had in a step,
 less what it had before (weights, gradients); both as the plan says; and how long the computation
 has waited for copies: to the host, before memory is free, and back, before a backward. Peaks and
 waits are those of traced steps, which follow the plan also on local ranks.
-Gradients are compared with those of the plan that keeps everything, by deterministic kernels.
+At the end, gradients are compared with those of the plan that keeps everything, to the last bit, by
+deterministic kernels: attention's quicker backward adds up in another order each time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import ScheduleError
-from taktline.plan import Costs, Kind, Plan, build, fit_memory, lower, peak_memory, simulate
+from taktline.plan import Costs, Kind, Plan, build, fit_memory, lower, peak_memory
+from taktline.plan.action import COPIES
+from taktline.plan.deps import needs
+from taktline.plan.sharing import predict
 from taktline.plan.timeline import Timeline
 from taktline.runtime.runnable_plan import merged
 from taktline.stage.offload import copies_on
@@ -55,9 +59,9 @@ class Size:
     rounds: int
 
 
-SIZES = {"local": Size(256, 131072, 8, 4, 2), "nccl": Size(256, 131072, 8, 4, 2)}
+GPT = Size(128, 196608, 8, 4, 3)
 TINY = Size(64, 64, 8, 8, 2)
-WORDS = 1024
+WORDS = 256
 
 
 class Block(nn.Module):
@@ -141,9 +145,8 @@ class Run:
     times: list[float] = field(default_factory=list)
     told: list[float] = field(default_factory=list)
     """How long a step has kept the host."""
-    timeline: Timeline | None = None
+    timeline: Timeline = field(init=False)
     peak: float = 0.0
-    exact: bool = True
 
     def step(self, words: Tensor) -> None:
         """A step from gradients of zero; all ways train the same modules."""
@@ -160,12 +163,21 @@ class Run:
         with self.pipe.trace() as trace:
             self.peak = peak_of(partial(self.step, words), device)
         self.timeline = trace.timeline
+        if self.pipe.is_first:
+            where = f"{self.timeline.makespan:.0f} ms traced, {self.peak / 2**30:.2f} GiB"
+            print(f"  {self.name}: {where}, {allocations(device)} allocations so far", flush=True)
 
     def gradients(self, words: Tensor) -> list[Tensor]:
         """Those of a step, by deterministic kernels."""
         with self.pipe.trace(), deterministic():
             self.step(words)
         return [p.grad.clone() for p in self.pipe.parameters() if p.grad is not None]
+
+
+def allocations(device: torch.device) -> int:
+    """How often memory was got from the device, which waits for it."""
+    stats = torch.cuda.memory_stats(device) if device.type == "cuda" else {}
+    return stats.get("num_device_alloc", 0) + stats.get("num_device_free", 0)
 
 
 def peak_of(call: Callable[[], object], device: torch.device) -> float:
@@ -184,7 +196,7 @@ def peak_of(call: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Attention's quicker backward adds up in another order each time, also where one warns only."""
+    """Inside, sums have one order; with ``warn_only``, attention's backward would have many."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -255,9 +267,7 @@ def compare(size: Size, ranks: int, device: torch.device, *, local: bool) -> Non
     for run in runs[1:]:
         run.step(words)
         run.measure(words, device)
-    expected = plain.gradients(words)
-    for run in runs:  # the plain one again
-        run.exact = all(map(torch.equal, run.gradients(words), expected))
+    before = allocations(device)
     for _ in range(size.rounds):
         for run in runs:
             took, told = timed(partial(run.step, words), device)
@@ -265,25 +275,23 @@ def compare(size: Size, ranks: int, device: torch.device, *, local: bool) -> Non
             run.told.append(told)
     if say:
         report(runs, costs, local=local)
+        print(f"{allocations(device) - before} allocations in {size.rounds} turns", flush=True)
+    expected_ = plain.gradients(words)
+    for run in runs:  # the plain one again
+        exact = all(map(torch.equal, run.gradients(words), expected_))
+        if say:
+            print(f"gradients of {run.name}: {'equal' if exact else 'NOT EQUAL'}", flush=True)
 
 
 def costs_of(plain: Run, speed: float, *, local: bool) -> Costs:
     """What its actions cost, in milliseconds, with copies at a speed in bytes per second."""
-    assert plain.timeline is not None
     needs = plain.pipe._built.table.needs or ()
-    keeps, arrives = [need.keeps for need in needs], [0, *(need.sends for need in needs)]
-    traced, copies = Costs.from_timeline(plain.timeline), tuple(1e3 * x / speed for x in keeps)
+    traced = Costs.from_timeline(plain.timeline)
     if local:  # an action by itself: its rank has waited for the others, which compute in turn
         took = [plain.timeline.durations(kind).mean(axis=1) for kind in (Kind.F, Kind.B)]
         traced = replace(traced, forward=tuple(took[0]), backward=tuple(took[1]))
-    return replace(
-        traced,
-        activation=tuple(map(float, keeps)),
-        kept_for_recompute=tuple(map(float, map(min, arrives, keeps))),
-        recompute=traced.forward,
-        offload=copies,
-        reload=copies,
-    )
+    known = replace(traced, activation=tuple(float(need.keeps) for need in needs))
+    return known.saving([0.0, *(float(need.sends) for need in needs[:-1])], speed / 1e3)
 
 
 def described(plan: Plan, costs: Costs, speed: float, *, local: bool) -> None:
@@ -305,27 +313,26 @@ def report(runs: Sequence[Run], costs: Costs, *, local: bool) -> None:
     heads = ["time", "ratio", "by plan", "peak", "ratio", "by plan", "to host", "back", "host"]
     print(f"{'':22} {' '.join(f'{head:>9}' for head in heads)}")
     for run in runs:
-        time_, peak = (x / y for x, y in zip(expected(run.pipe.plan, costs, local=local), whole, strict=True))
+        times = zip(expected(run.pipe.plan, costs, local=local), whole, strict=True)
+        by_plan = ["", ""] if run.checkpoints else [f"{x / y:.3f}" for x, y in times]
         median = statistics.median(run.times)
         cells = [
             f"{median:.3f} s",
             f"{median / statistics.median(plain.times):.3f}",
-            "" if run.checkpoints else f"{time_:.3f}",  # no plan knows of these
+            by_plan[0],  # no plan knows of checkpoints
             f"{run.peak / 2**30:.2f} GiB",
             f"{run.peak / (plain.peak or 1.0):.3f}",
-            "" if run.checkpoints else f"{peak:.3f}",
+            by_plan[1],
             *(f"{ms:.0f} ms" for ms in waits(run.timeline, local=local)),
             f"{statistics.median(run.told):.3f} s",
         ]
-        exact = "exact" if run.exact else "NOT EXACT"
-        print(f"{run.name:22} {' '.join(f'{cell:>9}' for cell in cells)} {exact}")
+        print(f"{run.name:22} {' '.join(f'{cell:>9}' for cell in cells)}")
         print("    turns", *(f"{x:.3f}" for x in run.times), speeds_of(run, costs))
     print(f"measured / predicted of plain: {offset:.3f}", flush=True)
 
 
 def speeds_of(run: Run, costs: Costs) -> str:
     """How long copies took, by their prediction; and computations by those of the plain plan."""
-    assert run.timeline is not None
     timeline, text = run.timeline, list[str]()
     rows, took = timeline.plan.rows, timeline.end - timeline.start
     names = ("forward", "backward", "recompute", "offload", "reload")
@@ -338,42 +345,31 @@ def speeds_of(run: Run, costs: Costs) -> str:
     return f"{timeline.makespan:.0f} ms traced; times by the model: {', '.join(text)}"
 
 
-def waits(timeline: Timeline | None, *, local: bool) -> tuple[float, float]:
-    """How many milliseconds rank 0, or the thread of local ranks, has waited for copies."""
-    assert timeline is not None
+def waits(timeline: Timeline, *, local: bool) -> tuple[float, float]:
+    """How long rank 0, or the thread of local ranks, has waited for copies: to the host, and back.
+
+    It waits for a copy to the host before the next copy, which in a thread of all ranks shows as a
+    gap; and for one that comes back in the backward.
+    """
     plan, start, end = timeline.plan, timeline.start, timeline.end
-    mine = np.ones(len(plan.rows), bool) if local else plan.rank_of_rows() == 0
-    rows, out, back, before, copied = plan.rows, 0.0, 0.0, 0.0, False
-    order = np.flatnonzero(mine)
-    reloads = {
-        (int(rows.stage[i]), int(rows.microbatch[i])): end[i]
-        for i in order
-        if rows.kind[i] == Kind.RELOAD
-    }
-    if not local:
-        for i in order.tolist():
-            if rows.kind[i] in (Kind.OFFLOAD, Kind.RELOAD):
-                copied = True
-            elif rows.kind[i] <= Kind.W:
-                arrival = 0.0
-                out += max(0.0, start[i] - before) * copied
-                before, copied = end[i], False
-    else:
-        computes = order[rows.kind[order] <= Kind.W]
-        computes = computes[np.argsort(start[computes], kind="stable")]
-        gaps = start[computes[1:]] - end[computes[:-1]]
-        out = float(np.maximum(gaps, 0.0).sum())
-    for i in order.tolist():
-        if rows.kind[i] in (Kind.B, Kind.I):
-            there = reloads.get((int(rows.stage[i]), int(rows.microbatch[i])), 0.0)
-            back += max(0.0, there - start[i])
-    return out, back
+    mine = np.flatnonzero(np.full(len(end), local) | (plan.rank_of_rows() == 0))
+    copy, kind = needs(plan).copy, plan.rows.kind
+    backs = mine[np.isin(kind[mine], (Kind.B, Kind.I)) & (copy[mine] >= 0)]
+    back = np.maximum(end[copy[backs]] - start[backs], 0.0).sum()
+    computes = mine[kind[mine] <= Kind.W]
+    computes = computes[np.argsort(start[computes], kind="stable")]
+    if local:
+        return float(np.maximum(start[computes[1:]] - end[computes[:-1]], 0.0).sum()), float(back)
+    copies = mine[np.isin(kind[mine], COPIES) & (copy[mine] >= 0)]
+    before = computes[np.searchsorted(computes, copies) - 1]
+    return float(np.maximum(end[copy[copies]] - end[before], 0.0).sum()), float(back)
 
 
 def expected(plan: Plan, costs: Costs, *, local: bool) -> tuple[float, float]:
     """The time and the peak by the plan: of all local ranks together, or of the first rank."""
     if not local:
-        return simulate(plan, costs).makespan, float(peak_memory(plan, costs)[0])
+        makespan = predict(plan, costs, spinning=True).makespan
+        return makespan, float(peak_memory(plan, costs)[0])
     return in_one_thread(plan, costs)
 
 
@@ -427,23 +423,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU")
     parser.add_argument("--only", choices=("local", "nccl"))
-    parser.add_argument("--length", type=int, help="of a sequence")
-    parser.add_argument("--width", type=int, help="of the model")
+    parser.add_argument("--length", type=int, default=GPT.length, help="of a sequence")
+    parser.add_argument("--width", type=int, default=GPT.width, help="of the model")
+    parser.add_argument("--rounds", type=int, default=GPT.rounds, help="steps that are timed")
     options = parser.parse_args()
-    given = {name: getattr(options, name) for name in ("length", "width")}
-    sizes = {
-        name: replace(size, **{key: value for key, value in given.items() if value})
-        for name, size in SIZES.items()
-    }
+    given = {name: getattr(options, name) for name in ("length", "width", "rounds")}
+    size = replace(GPT, **given)
     if options.tiny or not torch.cuda.is_available():
         compare(TINY, 4, torch.device("cpu"), local=True)
         return
     if options.only != "nccl":
-        compare(sizes["local"], 4, torch.device("cuda:0"), local=True)
+        compare(size, 4, torch.device("cuda:0"), local=True)
         gc.collect()
         torch.cuda.empty_cache()
     if options.only != "local":
-        spawn(nccl_rank, (sizes["nccl"], 29533), nprocs=2)
+        spawn(nccl_rank, (size, 29533), nprocs=2)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,10 @@ class Copies:
                 "TAKTLINE_HOST_BYTES to what a rank may use"
             )
         try:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pins)
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            if self._pins and nbytes:  # torch's own pinned memory would be up to twice as large
+                cuda = torch.cuda.cudart()
+                torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
         except RuntimeError as error:
             raise OffloadError(
                 f"the host has no {size_text(nbytes)} more beside {size_text(self.held)} of this "

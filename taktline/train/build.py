@@ -51,7 +51,7 @@ from taktline.train.batches import BatchDims
 from taktline.train.memory import fitted
 from taktline.train.rank_limits import check_limits, cuts_within, stage_bytes
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
-from taktline.train.recompute import check_checkpoint, recompute
+from taktline.train.recompute import check_checkpoint, recompute, require_some
 from taktline.train.stage_table import StageTable
 from taktline.train.weights import require_trainable
 
@@ -202,6 +202,8 @@ def build(given: SimpleNamespace) -> Built:
             table.memory = memory_table(found, given.limits)
         own = {stage: modules[stage] for stage in ranks.stages_of(plan)}
         ready = together(ranks, lambda: _ready(given, own, ranks))
+        if given.checkpoint is not None:
+            require_some([*ready.values()], ranks)
         state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
     options: dict[str, Any] = {name: getattr(given, name) for name in _OF_SCHEDULE}
     options["seed"] = None if given.seed is None else given.seed + ranks.replica
