@@ -172,25 +172,33 @@ class _Rank:
 
         At a pace of 1 they are hidden; at 0, the rank waits for each. None: there are no copies.
         """
-        repeated, lives = list[int](), self.lives
+        lives, start, end = self.lives, np.array(self.start), np.array(self.end)
         picked = self._within_host(range(len(lives.stage)) if every else ())
-        cost = lives.recompute - (
-            np.array(self.start)[lives.used] - np.append(0.0, self.end)[lives.used]
-        )
+        repeated, free = list[int](), (lives.moved > 0) & (pace is not None)
+        free[picked] = False
+        begin, until = (pace or 0.0) * lives.offload, (pace or 0.0) * lives.reload
+        begin, until = end[lives.made] + begin, start[lives.used] - until
+        longest = np.argsort(begin - until, kind="stable")
+        cost = lives.recompute - (start[lives.used] - np.append(0.0, end)[lives.used])
         # What fits into idle time is free; the longest of these first.
         cost = np.maximum(cost, 0.0) / np.maximum(lives.less, 1e-300)
         order = np.lexsort((lives.made - lives.used, cost))
         while True:
             copies = self._placed(picked, pace or 0.0)
             level = self._level(copies, repeated)
-            over = np.flatnonzero(level > limit)
-            more = list[int]()
-            if len(over) and pace is not None and not repeated:
-                more = self._picked(limit, pace, picked, level)
-                picked = picked + more
-            if len(over) and again and not more:
-                step = over[0]
-                spans = (lives.made <= step) & (step < lives.used) & (lives.less > 0)
+            over, more = np.flatnonzero(level > limit).tolist(), list[int]()
+            for step in over if not repeated else ():
+                away = free & (lives.made + 1 < step) & (step < lives.used)
+                away &= (begin <= start[step]) & (end[step] <= until)
+                more = longest[away[longest]]
+                before = np.cumsum(lives.moved[more]) - lives.moved[more]
+                more = more[before < level[step] - limit].tolist()
+                if more:
+                    free[more] = False
+                    picked = self._within_host([*picked, *more])
+                    break
+            if over and again and not more:
+                spans = (lives.made <= over[0]) & (over[0] < lives.used) & (lives.less > 0)
                 spans[repeated] = False
                 more = order[spans[order]][:1].tolist()
                 repeated = repeated + more
@@ -208,50 +216,15 @@ class _Rank:
             repeated = rest if lives.less.any() and picked != every else []
             yield _Choice(placed, repeated, float(self._level(placed, repeated).max()))
 
-    def _picked(
-        self, limit: float, pace: float, known: list[int], level: FloatArray | None = None
-    ) -> list[int]:
-        """Further activations whose copies should suffice, those first that live longest."""
-        lives, level = self.lives, self.level.copy() if level is None else level.copy()
-        host = self._held(known)
-        begin = [self.end[made] for made in lives.made] + pace * lives.offload
-        away = np.maximum(np.searchsorted(self.start, begin), lives.made + 2)
-        until = np.array(self.start)[lives.used] - pace * lives.reload
-        back = np.minimum(np.searchsorted(self.end, until, side="right"), lives.used)
-        order = np.argsort(-(until - begin), kind="stable")
-        free = (lives.moved > 0) & (away < back)
-        free[known] = False
-        picked = list[int]()
-        for step in range(len(level)):
-            for life in order[(free & (away <= step) & (step < back))[order]].tolist():
-                if level[step] <= limit:
-                    break
-                held = slice(int(lives.made[life]) + 1, int(lives.used[life]) + 1)
-                if host[held].max() + lives.moved[life] > self.host:
-                    continue
-                picked.append(life)
-                free[life] = False
-                host[held] += lives.moved[life]
-                level[away[life] : back[life]] -= lives.moved[life]
-        return picked
-
     def _within_host(self, picked: Iterable[int]) -> list[int]:
         """As many of these as the host can hold, those first that live longest."""
-        lives, kept, host = self.lives, list[int](), self._held([])
+        lives, kept, host = self.lives, list[int](), np.zeros(len(self.level))
         for life in sorted(picked, key=lambda life: lives.made[life] - lives.used[life]):
             held = slice(int(lives.made[life]) + 1, int(lives.used[life]) + 1)
             if host[held].max() + lives.moved[life] <= self.host:
                 host[held] += lives.moved[life]
                 kept.append(life)
         return kept
-
-    def _held(self, picked: Iterable[int]) -> FloatArray:
-        """What the host holds at each step."""
-        host = np.zeros(len(self.level))
-        for life in picked:
-            made, used = int(self.lives.made[life]), int(self.lives.used[life])
-            host[made + 1 : used + 1] += self.lives.moved[life]
-        return host
 
     def _placed(self, picked: Iterable[int], pace: float) -> dict[int, tuple[int, int]]:
         """Before which steps to copy: to the host as early as possible, and back as late.

@@ -116,7 +116,8 @@ def _pinned(nbytes: int, *, dtype: torch.dtype) -> torch.Tensor:
     It is never given back: its buffers are used again until the process ends.
     """
     buffer = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0))
+    cuda: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
     return buffer
 
 
