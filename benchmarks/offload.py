@@ -58,8 +58,7 @@ class Size:
     blocks: int
     microbatches: int
     rounds: int
-    exact: bool = True
-    """Whether to compare gradients."""
+    ways: Sequence[str] = ("offload", "recompute", "checkpoint", "exact")
 
 
 GPT = Size(128, 163840, 12, 4, 3)
@@ -284,11 +283,13 @@ def compare(size: Size, ranks: int, device: torch.device, *, local: bool) -> Non
     known = expected(plan, costs, local=True)[1] if local else peak_memory(plan, costs)[own]
     extra = most(max(0.0, plain.peak - known), device, local=local)
     runs, copied = [plain], replace(costs, recompute=None)
-    for share in (0.5, 0.3):
+    for share in (0.5, 0.3) if "offload" in size.ways else ():
         limits = limits_of(plan, costs, share, extra, local=local)
         runs.append(made(f"offload {share:.0%}", fit_memory(plan, copied, limits)))
-    runs.append(made("recompute", again(plan, costs, local=local)))
-    runs.append(made("checkpoint all blocks", plan, checkpoints=True))
+    if "recompute" in size.ways:
+        runs.append(made("recompute", again(plan, costs, local=local)))
+    if "checkpoint" in size.ways:
+        runs.append(made("checkpoint all blocks", plan, checkpoints=True))
     for run in runs[1:]:
         run.step(words)
         run.measure(words, device)
@@ -298,11 +299,11 @@ def compare(size: Size, ranks: int, device: torch.device, *, local: bool) -> Non
             took, told = timed(partial(run.step, words), device)
             run.times.append(took)
             run.told.append(told)
-    if say:
+    if say and size.rounds:
         report(runs, costs, extra, local=local)
         print(f"{allocations(device) - before} allocations in {size.rounds} turns", flush=True)
-    expected_ = plain.gradients(words) if size.exact else []
-    for run in runs if size.exact else ():  # the plain one again
+    expected_ = plain.gradients(words) if "exact" in size.ways else []
+    for run in runs if "exact" in size.ways else ():  # the plain one again
         exact = all(map(torch.equal, run.gradients(words), expected_))
         if say:
             print(f"gradients of {run.name}: {'equal' if exact else 'NOT EQUAL'}", flush=True)
@@ -451,12 +452,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=GPT.length, help="of a sequence")
     parser.add_argument("--width", type=int, default=GPT.width, help="of the model")
     parser.add_argument("--rounds", type=int, default=GPT.rounds, help="steps that are timed")
-    parser.add_argument("--without-exact", action="store_true", help="compare no gradients")
+    parser.add_argument("--ways", nargs="*", default=GPT.ways, help="to save memory, and to check")
     options = parser.parse_args()
-    given = {name: getattr(options, name) for name in ("length", "width", "rounds")}
-    size = replace(GPT, exact=not options.without_exact, **given)
+    given = {name: getattr(options, name) for name in ("length", "width", "rounds", "ways")}
+    size = replace(GPT, **given)
     if options.tiny or not torch.cuda.is_available():
-        compare(replace(TINY, exact=size.exact), 4, torch.device("cpu"), local=True)
+        compare(replace(TINY, ways=size.ways), 4, torch.device("cpu"), local=True)
         return
     if options.only != "nccl":
         compare(size, 4, torch.device("cuda:0"), local=True)
