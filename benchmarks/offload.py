@@ -58,7 +58,9 @@ class Size:
     blocks: int
     microbatches: int
     rounds: int
-    ways: Sequence[str] = ("offload", "recompute", "checkpoint", "exact")
+    ways: Sequence[str] = ("recompute", "checkpoint", "exact")
+    shares: Sequence[float] = (0.5, 0.3)
+    """Of the memory, which offload is to keep within."""
 
 
 GPT = Size(128, 163840, 12, 4, 3)
@@ -283,7 +285,7 @@ def compare(size: Size, ranks: int, device: torch.device, *, local: bool) -> Non
     known = expected(plan, costs, local=True)[1] if local else peak_memory(plan, costs)[own]
     extra = most(max(0.0, plain.peak - known), device, local=local)
     runs, copied = [plain], replace(costs, recompute=None)
-    for share in (0.5, 0.3) if "offload" in size.ways else ():
+    for share in size.shares:
         limits = limits_of(plan, costs, share, extra, local=local)
         runs.append(made(f"offload {share:.0%}", fit_memory(plan, copied, limits)))
     if "recompute" in size.ways:
@@ -452,12 +454,17 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=GPT.length, help="of a sequence")
     parser.add_argument("--width", type=int, default=GPT.width, help="of the model")
     parser.add_argument("--rounds", type=int, default=GPT.rounds, help="steps that are timed")
-    parser.add_argument("--ways", nargs="*", default=GPT.ways, help="to save memory, and to check")
+    parser.add_argument("--ways", nargs="*", default=GPT.ways, help="others to save memory")
+    parser.add_argument("--shares", nargs="*", type=float, default=GPT.shares, help="of memory")
     options = parser.parse_args()
-    given = {name: getattr(options, name) for name in ("length", "width", "rounds", "ways")}
+    given = {
+        name: getattr(options, name) for name in ("length", "width", "rounds", "ways", "shares")
+    }
     size = replace(GPT, **given)
     if options.tiny or not torch.cuda.is_available():
-        compare(replace(TINY, ways=size.ways), 4, torch.device("cpu"), local=True)
+        compare(
+            replace(TINY, ways=size.ways, shares=size.shares), 4, torch.device("cpu"), local=True
+        )
         return
     if options.only != "nccl":
         compare(size, 4, torch.device("cuda:0"), local=True)

@@ -169,17 +169,14 @@ class Within(Times):
             costs = replace(costs, recompute=self.recompute / part)
         if self.offload is None:
             return costs
-        speed = size_in(self.offload[:-2]) if self.offload.endswith("/s") else None
-        if speed is None:
-            try:
-                return replace(costs, offload=float(self.offload) / part, reload=None)
-            except ValueError:
-                text = "--offload takes a time, or bytes per second such as 50GB/s, not "
-                raise ArgumentError(text + repr(self.offload)) from None
-        if costs.activation is None or costs.unit not in ("s", "ms"):
+        try:
+            return replace(costs, offload=float(self.offload) / part, reload=None)
+        except ValueError:
+            speed = size_in(self.offload.removesuffix("/s"))
+        if not speed or costs.activation is None or costs.unit not in ("s", "ms"):
             raise ArgumentError(
-                f"--offload {self.offload} needs a file with costs in bytes, and in s or ms; pass "
-                "the time of a copy instead"
+                "--offload takes a time or, for a file with costs in bytes, and in s or ms, bytes "
+                f"per second such as 50GB/s, not {self.offload!r}"
             )
         time = (1e3 if costs.unit == "ms" else 1.0) / speed * np.array(costs.activation)
         return replace(costs, offload=time.tolist(), reload=None)

@@ -79,8 +79,11 @@ BAD_INPUT = [
     ("optimise --placement w", "Invalid value for '--placement'"),
     ("simulate 1f1b --memory 2", "do not say what saves it: pass offload, the time of a copy"),
     ("simulate 1f1b --memory 0.2 --offload 1", "rank 0 needs at least 2, not 0.2"),
-    ("simulate 1f1b --memory 2 --offload fast", "--offload takes a time, or bytes per second"),
-    ("simulate 1f1b --memory 2 --offload 5GB/s", "needs a file with costs in bytes, and in s or"),
+    ("simulate 1f1b --memory 2 --offload fast", "--offload takes a time or, for a file"),
+    (
+        "simulate 1f1b --memory 2 --offload 5GB/s",
+        "for a file with costs in bytes, and in s or ms, byte",
+    ),
     ("balance 1,x --stages 1", "expected numbers with commas between them"),
     ("balance 1,1 --stages 3", "from 1 to 2, not 3"),
     ("doctor --backend x", "--backend must be gloo or nccl"),

@@ -209,9 +209,7 @@ def test_optimise_goes_below_what_one_micro_batch_needs() -> None:
 
 def test_what_cannot_be_fitted() -> None:
     plan, copies = build("gpipe", ranks=2, microbatches=4), Costs(offload=1.0)
-    with pytest.raises(
-        CostError, match="the costs do not say what saves it: pass offload"
-    ):
+    with pytest.raises(CostError, match="the costs do not say what saves it: pass offload"):
         fit_memory(plan, Costs(), 1)
     with pytest.raises(PlanError, match="needs a COMPUTE plan without OFFLOAD"):
         fit_memory(fit_memory(plan, copies, 3), copies, 2)

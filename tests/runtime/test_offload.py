@@ -376,7 +376,10 @@ def run_failing(rank: int, group: Any, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("room", r"rank 1, stage 1, micro-batch 0 \(1OFFLOAD0\).*no room on the host for \d+ B more"),
+        (
+            "room",
+            r"rank 1, stage 1, micro-batch 0 \(1OFFLOAD0\).*no room on the host for \d+ B more",
+        ),
         ("to the host", r"rank 1, stage 1, micro-batch 0 \(1OFFLOAD0\).*the link is gone"),
         ("back", r"rank 1, stage 1, micro-batch 0 \(1RELOAD0\).*the link is gone"),
     ],
