@@ -63,7 +63,7 @@ class Size:
     """Of the memory, which offload is to keep within."""
 
 
-GPT = Size(128, 163840, 12, 4, 3)
+GPT = Size(128, 147456, 12, 4, 3)
 TINY = Size(64, 64, 8, 8, 2)
 WORDS = 256
 

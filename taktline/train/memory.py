@@ -11,6 +11,7 @@ from torch import nn
 
 from taktline.errors import ScheduleError
 from taktline.plan import Costs, Plan, fit_memory, peak_memory
+from taktline.plan.fit import least_memory
 from taktline.plan.io import from_json, to_json
 from taktline.runtime.introduction import BUILDING
 from taktline.text import size_text, table
@@ -100,23 +101,26 @@ def fitted(
         if ranks.processes.place:
             return ""
         limits, costs, needs = limits_of(memory, plan.ranks), stages.work, stages.needs
+        stages_of = plan.placement.stages_of
         if costs is None or needs is None:
             raise ScheduleError(
                 "memory= fits the plan to what stages keep, which is counted with an example: pass "
                 "example=(…), the arguments of one micro-batch, and all stages"
             )
-        room = list[float]()
-        for rank, limit in enumerate(limits or ()):
-            held = sum(held_by(modules[stage]) for stage in plan.placement.stages_of(rank))
-            if held >= limit:
-                raise ScheduleError(
-                    f"rank {rank} needs {size_text(held)} for its weights, their gradients and an "
-                    f"optimizer like Adam, which is not less than memory={size_text(limit)}; pass "
-                    "more memory, or start more ranks"
-                )
-            room.append(limit - held)
         operations, bandwidth = speeds(ranks.device)
         arrives = [0.0, *(float(need.sends) for need in needs[:-1])]
-        return to_json(fit_memory(plan, costs.saving(arrives, bandwidth / operations), room))
+        costs = costs.saving(arrives, bandwidth / operations)
+        held = [sum(held_by(modules[s]) for s in own) for own in map(stages_of, range(plan.ranks))]
+        least = least_memory(plan, costs).tolist()
+        for rank, limit in enumerate(limits or ()):
+            if held[rank] + least[rank] > limit:
+                raise ScheduleError(
+                    f"{plan.name} does not fit into memory={size_text(limit)}: rank {rank} needs "
+                    f"{size_text(held[rank])} for its weights, their gradients and an optimizer "
+                    f"like Adam, and at least {size_text(least[rank])} for activations; pass more "
+                    "memory, make micro-batches smaller, or start more ranks"
+                )
+        room = [limit - each for limit, each in zip(limits or (), held, strict=True)]
+        return to_json(fit_memory(plan, costs, room))
 
     return from_json(ranks.processes.everywhere(found, "fit the plan", BUILDING)[0])
