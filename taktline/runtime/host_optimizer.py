@@ -13,7 +13,10 @@ scalers work as before.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -65,79 +68,73 @@ def device_of_state(optimizer: Optimizer, parameter: torch.Tensor) -> torch.devi
 class _Host:
     """The twins of an optimizer's parameters."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._twins: dict[nn.Parameter, nn.Parameter] = {}
-        self._groups: list[dict[str, Any]] | None = None
-        """While twins are in the places of parameters: the groups as they are otherwise."""
+    def __init__(self, optimizer: Any) -> None:
+        self._twins: dict[Any, nn.Parameter] = {}
         for group in optimizer.param_groups:
             with_fused = group.get("fused", False) is None and not group.get("foreach")
             group.update({"fused": True} if with_fused else {})
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {})
                 state.update({k: v.cpu() for k, v in state.items() if isinstance(v, torch.Tensor)})
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
-        optimizer.register_load_state_dict_post_hook(self._after_load)
+        # Not by hooks: after a failure those that follow are not called.
+        step, load = optimizer.step, optimizer.load_state_dict
 
-    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        if any(each is not None for each in (*arguments[1:], keywords.get("closure"))):
-            raise UseError(
-                "an offloaded optimizer steps without a closure: call pipe.step(), then "
-                "optimizer.step()"
-            )
-        self._leave(optimizer)
-        pairs: defaultdict[torch.device, list[Any]] = defaultdict(list)
-        trained = _trained(optimizer)
+        @wraps(step)
+        def step_here(self: Any, closure: None = None) -> None:
+            if closure is not None:
+                raise UseError(
+                    "an offloaded optimizer steps without a closure: call pipe.step(), then "
+                    "optimizer.step()"
+                )
+            host._step(self, step)
+
+        @wraps(load)
+        def load_here(self: Any, state_dict: Any) -> None:
+            with host._instead(self, [p for p in _parameters(self) if p.requires_grad]):
+                load(state_dict)
+
+        host = self
+        optimizer.step = MethodType(step_here, optimizer)
+        optimizer.load_state_dict = MethodType(load_here, optimizer)
+
+    def _step(self, optimizer: Any, step: Callable[[], None]) -> None:
+        out: defaultdict[torch.device, list[Any]] = defaultdict(list)
+        back: defaultdict[torch.device, list[Any]] = defaultdict(list)
+        trained = [each for each in _parameters(optimizer) if each.grad is not None]
         for parameter in trained:
             twin, gradient = self._twin(parameter), parameter.grad
             if twin.grad is None or twin.grad.stride() != gradient.stride():
                 twin.grad = torch.empty_like(gradient, device="cpu", pin_memory=gradient.is_cuda)
-            pairs[parameter.device] += [(twin, parameter), (twin.grad, gradient)]
-        _copy(pairs, inward=False)
-        self._enter(optimizer, trained)
+            out[parameter.device] += [(twin, parameter), (twin.grad, gradient)]
+            back[parameter.device].append((parameter, twin))
+        _copy(out, inward=False)
+        with self._instead(optimizer, trained):
+            step()
+        _copy(back, inward=True)
 
-    def _after_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        self._leave(optimizer)
-        pairs: defaultdict[torch.device, list[Any]] = defaultdict(list)
-        for parameter in _trained(optimizer):
-            pairs[parameter.device].append((parameter, self._twins[parameter]))
-        _copy(pairs, inward=True)
-
-    def _before_load(self, optimizer: Any, state: Any) -> None:
-        """Torch moves a loaded state to the devices of the parameters."""
-        self._leave(optimizer)
-        every = (p for group in optimizer.param_groups for p in group["params"])
-        self._enter(optimizer, [each for each in every if each.requires_grad])
-
-    def _after_load(self, optimizer: Any) -> None:
-        self._groups = None  # those from before the load
-        _replace(optimizer, {twin: parameter for parameter, twin in self._twins.items()})
-
-    def _twin(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _twin(self, parameter: Any) -> nn.Parameter:
         if parameter not in self._twins:
             options: Any = {"device": "cpu", "pin_memory": parameter.is_cuda}
             self._twins[parameter] = nn.Parameter(torch.empty_like(parameter, **options))
         return self._twins[parameter]
 
-    def _enter(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-        self._groups = optimizer.param_groups
-        _replace(optimizer, {parameter: self._twin(parameter) for parameter in parameters})
+    @contextmanager
+    def _instead(self, optimizer: Any, parameters: Iterable[Any]) -> Iterator[None]:
+        """Inside, twins are in the places of parameters: in new groups, and in the state."""
+        twins = {parameter: self._twin(parameter) for parameter in parameters}
+        groups = optimizer.param_groups
+        _replace(optimizer, twins)
+        try:
+            yield
+        finally:
+            _replace(optimizer, {twin: parameter for parameter, twin in twins.items()})
+            for group, now in zip(groups, optimizer.param_groups, strict=True):
+                group.update(now)
+            optimizer.param_groups = groups
 
-    def _leave(self, optimizer: Any) -> None:
-        """Put the parameters back; also after a step that has failed."""
-        if self._groups is None:
-            return
-        groups, self._groups = self._groups, None
-        for group, now in zip(groups, optimizer.param_groups, strict=True):
-            group.update({key: value for key, value in now.items() if key != "params"})
-        _replace(optimizer, {twin: parameter for parameter, twin in self._twins.items()})
-        optimizer.param_groups = groups
 
-
-def _trained(optimizer: Any) -> list[Any]:
-    every = (p for group in optimizer.param_groups for p in group["params"])
-    return [each for each in every if each.grad is not None]
+def _parameters(optimizer: Any) -> list[Any]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _replace(optimizer: Any, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
