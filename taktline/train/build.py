@@ -32,7 +32,7 @@ from taktline.errors import (
     text_of,
 )
 from taktline.plan import Kind, NamedSchedule, Plan, find, read
-from taktline.plan.estimate import RankLimit, estimate, memory_table
+from taktline.plan.estimate import AT_ONCE, RankLimit, estimate, memory_table
 from taktline.plan.io import read_cuts
 from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.introduction import BUILDING, compared, together
@@ -55,7 +55,7 @@ from taktline.train.rank_limits import check_limits, cuts_within, stage_bytes
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
 from taktline.train.recompute import check_checkpoint, recompute
 from taktline.train.stage_table import StageTable
-from taktline.train.weights import AT_ONCE, check_streams, require_streams, require_trainable
+from taktline.train.weights import check_streams, require_streams, require_trainable
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
 """A model, a list of its stages, or the stages of this process by their numbers."""
@@ -198,11 +198,14 @@ def build(given: SimpleNamespace) -> Built:
         table = StageTable.of(plan, modules, given.example, ranks.transport)
         table.prepared = (given.prepare or given.checkpoint) is not None
         if given.memory is not None and not choice:
-            plan = table.plan = fitted(plan, table, modules, given.memory, ranks)
+            streams = given.stream_weights
+            plan = fitted(plan, table, modules, given.memory, ranks, streams=streams)
+            table.plan = plan
         table.limits = given.limits or ()
         if given.limits and table.needs is not None:
             listed = [modules[stage] for stage in range(plan.stages)]
-            found = estimate(plan, stage_bytes(listed, table.needs))
+            sizes = stage_bytes(listed, table.needs, streams=given.stream_weights)
+            found = estimate(plan, sizes)
             table.memory = memory_table(found, given.limits)
         own = {stage: modules[stage] for stage in ranks.stages_of(plan)}
         ready, streams = together(ranks, lambda: _ready(given, own, ranks))
@@ -441,7 +444,8 @@ def _stages(given: SimpleNamespace, plan: Plan, measure: Measure | None) -> Sequ
     example = _own_example(model) if is_own else example
     try:
         if cuts is None and given.limits:
-            cuts = cuts_within(model, plan, example, given.limits, measure)
+            streams = given.stream_weights
+            cuts = cuts_within(model, plan, example, given.limits, measure, streams=streams)
         if cuts is not None:
             return split.by_names(model, cuts, example=example)
         if example is not None:

@@ -18,7 +18,7 @@ from taktline.runtime.introduction import BUILDING
 from taktline.stage.offload import copies_on
 from taktline.text import size_text, table
 from taktline.train.auto import limits_of
-from taktline.train.rank_limits import held_by
+from taktline.train.rank_limits import held_by_ranks
 from taktline.train.ranks import Ranks
 from taktline.train.stage_table import StageTable
 from taktline.transport.exchange import share_values
@@ -91,7 +91,13 @@ def memory_of(built: Any) -> Memory:
 
 
 def fitted(
-    plan: Plan, stages: StageTable, modules: Mapping[int, nn.Module], memory: Any, ranks: Ranks
+    plan: Plan,
+    stages: StageTable,
+    modules: Mapping[int, nn.Module],
+    memory: Any,
+    ranks: Ranks,
+    *,
+    streams: bool,
 ) -> Plan:
     """The plan with what saves memory, so that each rank keeps within its own; on all ranks.
 
@@ -108,8 +114,8 @@ def fitted(
                 "example=(…), the arguments of one micro-batch, and all stages"
             )
         room = list[float]()
-        for rank, limit in enumerate(limits or ()):
-            held = sum(held_by(modules[stage]) for stage in plan.placement.stages_of(rank))
+        all_held = held_by_ranks(plan, modules, streams=streams)
+        for rank, (limit, held) in enumerate(zip(limits or (), all_held, strict=False)):
             if held >= limit:
                 raise ScheduleError(
                     f"rank {rank} needs {size_text(held)} for its weights, their gradients and an "

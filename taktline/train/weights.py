@@ -10,6 +10,7 @@ from torch import nn
 
 from taktline.errors import MismatchError
 from taktline.plan import Plan
+from taktline.plan.estimate import AT_ONCE
 from taktline.split.steps import all_tensors
 from taktline.text import counted
 
@@ -50,10 +51,6 @@ def require_trainable(model: nn.Module, data_parallel: str | None) -> None:
                 "one use of the weight, but not the other; leave that module out of "
                 "target_modules, or untie the weights (tie_word_embeddings=False)"
             )
-
-
-AT_ONCE = 2
-"""Of how many stages of a rank the streamed weights are on the device: one computes, one comes."""
 
 
 def check_streams(given: Any, *, is_auto: bool) -> None:

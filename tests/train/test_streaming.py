@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import taktline as tl
 from taktline.stage.streaming import Streamed
+from taktline.text import size_text
 from tests.workers import Workers
 
 X = torch.linspace(-1, 1, 16 * 8).reshape(16, 8).sin()
@@ -143,6 +144,21 @@ def test_a_stage_comes_while_the_one_before_computes() -> None:
     assert text.startswith("0UNSHARD 2UNSHARD 0F0 0F1 0F2 0F3 0RESHARD 4UNSHARD 2F0")
     assert text.endswith("2RESHARD 0B3 0B2 0B1 0B0 0RESHARD")
     assert "4B0 4RESHARD 0UNSHARD 2B3" in text
+
+
+def test_the_table_counts_what_is_there_at_once() -> None:
+    example, memory = (X[:4],), [{"memory": "1MiB"}, {"memory": "2MiB"}]
+    options: dict[str, Any] = {"example": example, "ranks": memory, "stages_per_rank": 4}
+    pipe = pipeline(whole(), stream_weights=True, **options)
+    base, adapter = 4 * (16 + 72), 4 * (18 + 24)
+    for rank, line in enumerate(str(pipe).splitlines()[-2:]):
+        mine = [each for s in range(rank, STAGES, 2) for each in pipe.stages[s].modules()]
+        held = sum(isinstance(each, Adapted) for each in mine)
+        weights = size_text(2 * base + held * adapter).split()
+        assert line.split()[:3] == [str(rank), *weights]
+    saving = pipeline(whole(), example=example, stages_per_rank=4, memory=8e3, stream_weights=True)
+    assert saving.plan.saves_memory
+    assert same(trained(saving), trained(pipeline(made())))
 
 
 def test_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
