@@ -6,8 +6,9 @@
                                                            limited: only to see that it runs
 
 ``splits``: three ranks with 16, 24 and 32 units of memory train a model that an even split does not
-fit into. The cuts that ``ranks=[…]`` finds are compared with every other split, one by one, by
-their times, and by those of the plan: ranks of one GPU take turns, so measured times differ little.
+fit into. The cuts that ``ranks=[…]`` finds train within these limits. They are compared with every
+other split, one by one, whose peaks are within them: by their times, and by those of the plan, as
+ranks of one GPU take turns, so measured times differ little.
 ``stream``: weights of 1.5 times the memory of two ranks, streamed, beside the same plan with all
 weights on the device. ``qlora``: NF4 and adapters on 2 and 4 ranks beside one process; needs peft
 and bitsandbytes or torchao. ``host``: AdamW on the host. Limits are those of torch's allocator.
@@ -58,7 +59,7 @@ class Size:
 
 
 SIZES = {
-    "splits": Size(1536, 12, 8, 2048, unit=1 / 8),
+    "splits": Size(1536, 12, 8, 2048, unit=1 / 8, steps=3),
     "stream": Size(4096, 48, 6, 2048, unit=6.0, per_stage=3),
     "qlora": Size(2048, 8, 8, 512),
     "host": Size(4096, 2, 4, 256),
@@ -169,12 +170,13 @@ def splits(rank: int, ranks: int, size: Size, tiny: bool) -> None:
     x = torch.randn(size.microbatches, size.length, size.width, device=device, dtype=torch.bfloat16)
     names = [str(block) for block in range(size.blocks)]
 
-    def trained(cuts: list[str] | None) -> tuple[tl.Pipeline, float, float, str]:
-        """The pipeline, seconds of a step, the peak of this rank, and why it cannot train."""
+    def trained(cuts: list[str] | None, *, limited: bool) -> tuple[tl.Pipeline, float, list[float]]:
+        """The pipeline, the seconds of a step, and the peaks of all ranks."""
         torch.manual_seed(0)
-        model = nn.Sequential(*(Block(size.width) for _ in names)).to(torch.bfloat16)
+        with torch.device(device):
+            model = nn.Sequential(*(Block(size.width) for _ in names)).to(torch.bfloat16)
         pipe = tl.Pipeline(
-            model,
+            model.cpu(),
             example=(x[:1],),
             microbatches=size.microbatches,
             loss_fn=F.mse_loss,
@@ -189,45 +191,42 @@ def splits(rank: int, ranks: int, size: Size, tiny: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        cap(device, units[rank] * size.unit)
-        try:
-            return pipe, timed(step, size.steps, device)[0], peak(device), ""
-        except tl.StageError as error:
-            return pipe, 0.0, peak(device), str(error).partition("\n")[0][:150]
-        finally:
-            optimizer.zero_grad()
-
-    def done(pipe: tl.Pipeline) -> float:
-        """Close it; returns its time by the plan."""
-        predicted = pipe._built.table.predicted().makespan
-        pipe.close()
-        cap(device, None)
-        return predicted
+        cap(device, units[rank] * size.unit if limited else None)
+        seconds, _ = timed(step, size.steps, device)
+        return pipe, seconds, on_all(peak(device), device)
 
     even = [names[size.blocks * at // ranks] for at in range(1, ranks)]
-    pipe, seconds, _, failed = trained(even)
-    done(pipe)
+    pipe, chosen, peaks = trained(None, limited=True)
+    starts, planned = pipe._built.starts, pipe._built.table.predicted().makespan
     if not rank:
-        print(f"an even split, {even}: {failed or f'{seconds:.3f} s'}", flush=True)
-    pipe, chosen, most, failed = trained(None)
-    starts, table = pipe._built.starts, str(pipe).splitlines()[-ranks - 1 :]
-    peaks, planned = on_all(most, device), done(pipe)
-    if not rank:
-        print("\n".join(table))
-        print(f"found: {starts}, {chosen:.3f} s, peaks {[f'{p:.2f} GiB' for p in peaks]} {failed}")
+        print("\n".join(str(pipe).splitlines()[-ranks - 1 :]))
+        print(
+            f"found: {starts}, {chosen:.3f} s, peaks {[f'{p:.2f} GiB' for p in peaks]}", flush=True
+        )
+    pipe.close()
     others: list[tuple[float, float, list[str]]] = []
     for first in range(1, size.blocks - 1):
         for second in range(first + 1, size.blocks):
-            if first > size.blocks // 3 or second - first > 2 * size.blocks // 3:
-                continue  # far beyond what the first two ranks can hold
-            pipe, seconds, _, failed = trained([names[first], names[second]])
-            predicted = done(pipe)
-            if not failed:
-                others.append((seconds, predicted, [names[first], names[second]]))
+            cuts = [names[first], names[second]]
+            blocks = first, second - first, size.blocks - second
+            if cuts != even and any(
+                n > size.blocks * u / 40 for n, u in zip(blocks, units, strict=True)
+            ):
+                continue  # far beyond what a rank can hold
+            pipe, seconds, peaks = trained(cuts, limited=False)
+            time_ = pipe._built.table.predicted().makespan
+            pipe.close()
+            fits = all(p <= u * size.unit for p, u in zip(peaks, units, strict=True))
+            if fits:
+                others.append((seconds, time_, cuts))
+            if not rank:
+                print(
+                    f"{blocks}: {seconds:.3f} s, {'fits' if fits else 'does not fit'}", flush=True
+                )
     if not rank:
         best, quickest = min(others), min(others, key=lambda each: each[1])
         print(
-            f"{len(others)} splits train; the best {best[0]:.3f} s {best[2]}: found / best "
+            f"{len(others)} splits fit; the best {best[0]:.3f} s {best[2]}: found / best "
             f"{chosen / best[0]:.3f}; by the plan {planned / quickest[1]:.3f} {quickest[2]}",
             flush=True,
         )
