@@ -26,7 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,12 @@ class Size:
     """In GiB: what one unit of memory is; of the ranks that stream, the memory of each."""
     per_stage: int = 1
     steps: int = 4
+    package: str = "bitsandbytes" if importlib.util.find_spec("bitsandbytes") else "torchao"
+    """What quantises."""
 
 
 SIZES = {
-    "splits": Size(1536, 12, 8, 2048, unit=1 / 8, steps=3),
+    "splits": Size(1536, 9, 8, 2048, unit=0.1, steps=3),
     "stream": Size(4096, 48, 6, 2048, unit=6.0, per_stage=3),
     "qlora": Size(2048, 8, 8, 512),
     "host": Size(4096, 2, 4, 256),
@@ -71,7 +73,6 @@ TINY = {
     "host": Size(32, 2, 4, 8),
 }
 LORA = 16
-PACKAGE = "bitsandbytes" if importlib.util.find_spec("bitsandbytes") else "torchao"
 
 
 class Linear(nn.Linear):
@@ -310,13 +311,13 @@ def quantised(size: Size, device: torch.device) -> Any:
         made = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     names = [name for name, each in made.model.named_modules() if isinstance(each, nn.Linear)]
     for name in names:
-        made.model.set_submodule(name, in_4_bits(made.model.get_submodule(name)))
+        made.model.set_submodule(name, in_4_bits(made.model.get_submodule(name), size.package))
     return made.to("cpu")
 
 
-def in_4_bits(linear: Any) -> nn.Module:
-    """The layer in NF4, by the package that is installed."""
-    if PACKAGE == "bitsandbytes":
+def in_4_bits(linear: Any, package: str) -> nn.Module:
+    """The layer in NF4."""
+    if package == "bitsandbytes":
         import bitsandbytes as bnb  # pyright: ignore
 
         options: Any = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
@@ -385,9 +386,7 @@ def qlora(rank: int, ranks: int, size: Size, tiny: bool, folder: str) -> None:
     seconds, noise = timed(step, size.steps, device)
     most = peak(device)
     peaks = ", ".join(f"{each:.2f}" for each in on_all(most, device))
-    text = (
-        f"{PACKAGE}, {counted(ranks, 'rank')}: {seconds:.3f} s (±{noise:.1%}), peaks {peaks} GiB; "
-    )
+    text = f"{size.package}, {counted(ranks, 'rank')}: {seconds:.3f} s (±{noise:.1%}), peaks {peaks} GiB; "
     text += f"{differing:.0f} of {compared:.0f} gradients differ ({len(wanted)} in one process)"
     if ranks > 1:
         model.save_pretrained(f"{folder}/{ranks}")
@@ -439,6 +438,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     parser.add_argument("--only", choices=SIZES, nargs="*", default=[*SIZES])
+    parser.add_argument("--package", choices=("bitsandbytes", "torchao"), help="what quantises")
     options = parser.parse_args()
     backend = "gloo" if options.tiny else "nccl"
     sizes = TINY if options.tiny else SIZES
@@ -454,7 +454,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             more = [folder] * (name == "qlora")
             for ranks in counts:
-                run_ranks(run, ranks, sizes[name], options.tiny, *more, backend=backend)
+                size = sizes[name]
+                size = replace(size, package=options.package or size.package)
+                run_ranks(run, ranks, size, options.tiny, *more, backend=backend)
         if name == "qlora" and importlib.util.find_spec("deepspeed") is None:
             print("DeepSpeed is not installed, so there is nothing to compare with")
 
