@@ -386,7 +386,8 @@ def qlora(rank: int, ranks: int, size: Size, tiny: bool, folder: str) -> None:
     seconds, noise = timed(step, size.steps, device)
     most = peak(device)
     peaks = ", ".join(f"{each:.2f}" for each in on_all(most, device))
-    text = f"{size.package}, {counted(ranks, 'rank')}: {seconds:.3f} s (±{noise:.1%}), peaks {peaks} GiB; "
+    text = f"{size.package}, {counted(ranks, 'rank')}: {seconds:.3f} s (±{noise:.1%}), "
+    text += f"peaks {peaks} GiB; "
     text += f"{differing:.0f} of {compared:.0f} gradients differ ({len(wanted)} in one process)"
     if ranks > 1:
         model.save_pretrained(f"{folder}/{ranks}")
