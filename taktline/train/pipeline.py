@@ -78,6 +78,9 @@ class Pipeline:
             ``prepare``: ``"blocks"``, all members of lists and sequences of modules, or a function
             of a submodule's name and the submodule, which returns True for those to run again.
         compile: compiles each stage, after ``prepare``, by :func:`taktline.compile_stages`.
+        stream_weights: keeps frozen weights in the host's memory; those of a stage are on the
+            device while it computes, and arrive while the stage before does. For models that do
+            not fit, with several stages on each rank: ``schedule="looped_bfs"``.
         device: where to compute.
         state_dict: values for a model on the meta device, of which each process takes its own;
             without it, they are made as the model's constructor does.
@@ -140,6 +143,7 @@ class Pipeline:
         prepare: Prepare | None = None,
         checkpoint: Checkpoint | None = None,
         compile: bool = False,
+        stream_weights: bool = False,
         device: torch.device | str | None = None,
         state_dict: Mapping[str, torch.Tensor] | None = None,
         seed: int | None = None,
