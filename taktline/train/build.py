@@ -53,7 +53,7 @@ from taktline.train.batches import BatchDims
 from taktline.train.memory import fitted
 from taktline.train.rank_limits import check_limits, cuts_within, stage_bytes
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
-from taktline.train.recompute import check_checkpoint, recompute
+from taktline.train.recompute import check_checkpoint, recompute, require_some
 from taktline.train.stage_table import StageTable
 from taktline.train.weights import check_streams, require_streams, require_trainable
 
@@ -209,6 +209,8 @@ def build(given: SimpleNamespace) -> Built:
             table.memory = memory_table(found, given.limits)
         own = {stage: modules[stage] for stage in ranks.stages_of(plan)}
         ready, streams = together(ranks, lambda: _ready(given, own, ranks))
+        if given.checkpoint is not None:
+            require_some([*ready.values()], ranks)
         state.modules = {
             stage: wrapped(part, ranks, given.data_parallel, streams.get(stage))
             for stage, part in ready.items()

@@ -60,7 +60,7 @@ class Pipeline:
             real loss.
         memory: what a rank may use, in bytes or as "16GiB", or a list with one for each. The plan
             is chosen for it, by default for 90% of a GPU; that of a name or file is made to fit, by
-            the sizes for the ``example``: see :meth:`memory`. "auto" does not offload.
+            the sizes for the ``example``, with OFFLOAD and RECOMPUTE: see :meth:`memory`.
         microbatches: the number of micro-batches; a batch with fewer rows has one for each row.
         loss_fn: returns the loss of an output and a target. Without one, the loss is the one
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
