@@ -63,7 +63,7 @@ ScheduleChoice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
 """A name, a file, a plan, or the class of a schedule."""
 
 
-_FLAGS = ("dynamic_shapes", "cuda_graphs", "compile", "measure", "check_finite")
+_FLAGS = ("dynamic_shapes", "cuda_graphs", "compile", "measure", "check_finite", "elastic")
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(_FLAGS, partial(check, kind=bool)),
     **dict.fromkeys(("loss_fn", "prepare", "on_preempt"), check_callable),
@@ -137,14 +137,14 @@ def _opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
         return schedule
     if isinstance(schedule, type) and issubclass(schedule, Schedule):
         return find(schedule.__name__)
-    if _is_file(schedule):
+    if is_file(schedule):
         return read(schedule)
     if isinstance(schedule, str):
         return find(schedule)
     raise ScheduleError(f"schedule is a name, a plan, a file or a Schedule class, not {schedule!r}")
 
 
-def _is_file(schedule: object) -> TypeGuard[str | os.PathLike[str]]:
+def is_file(schedule: object) -> TypeGuard[str | os.PathLike[str]]:
     if isinstance(schedule, str):
         return schedule.lower().endswith((".csv", ".json"))
     return isinstance(schedule, os.PathLike)
@@ -394,7 +394,7 @@ def _cut(
     for module in [given.model] if given.is_whole else given.model.values():
         require_trainable(module, given.data_parallel)
     cut_already = not given.is_whole or given.cuts is not None or given.measure
-    if _is_file(given.schedule) and not cut_already:
+    if is_file(given.schedule) and not cut_already:
         given.cuts = read_cuts(given.schedule)
     plan = _plan_of(given, ranks.size)
     if given.is_own:

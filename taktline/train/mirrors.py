@@ -1,0 +1,355 @@
+"""Copies of the state before a step: each rank's own, and that of one other rank, in host memory.
+
+::
+
+    before a step     every rank copies its weights, buffers and optimizer states
+    during the step   two threads send the copy to another rank, and receive one
+    at its end        once all ranks have their copies, those of earlier steps are dropped
+
+So a state is whole unless a rank is lost together with the one that has its copy. A copy has the
+model's names, in the form of a checkpoint, and is loaded into other stages as that is.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from taktline.checkpoint.files import Checkpoint, merged
+from taktline.checkpoint.model_state import ModelState
+from taktline.checkpoint.saving import Training, described
+from taktline.checks import read
+from taktline.errors import TransportError
+from taktline.meta import DTYPES, name_of
+from taktline.transport.base import Transport, bytes_of
+from taktline.transport.distributed import Distributed
+from taktline.transport.exchange import share_texts, share_values
+
+_HEAD = 8
+"""The bytes that say how long a description is."""
+
+
+class Moment(NamedTuple):
+    """Before which training step, in which world, a state was copied; later ones are greater."""
+
+    generation: int
+    step: int
+
+
+@dataclass(slots=True)
+class Copy:
+    """The state of one rank."""
+
+    moment: Moment
+    owner: int
+    """The number of its process."""
+    world: list[int]
+    """All processes whose states belong together."""
+    part: dict[str, Any]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    def described(self) -> bytes:
+        """All but the tensors, as bytes."""
+        return json.dumps([*self.moment, self.owner, self.world, self.part]).encode()
+
+    @classmethod
+    def of(cls, data: bytes) -> Copy:
+        """A copy without its tensors yet."""
+        shape = (int, int, int, [int], {str: object})
+        generation, step, owner, world, part = read(data, shape, what="the copy of a state")
+        return cls(Moment(generation, step), owner, world, part)
+
+
+def partners(processes: Sequence[int], host_of: Callable[[int], str]) -> dict[int, int]:
+    """Who keeps whose copy: one on another host, as far as that can be.
+
+    >>> partners([0, 1, 2, 3], lambda process: "ab"[process // 2])
+    {0: 2, 2: 1, 1: 3, 3: 0}
+    """
+    hosts: defaultdict[str, list[int]] = defaultdict(list)
+    for process in processes:
+        hosts[host_of(process)].append(process)
+    turns = range(max(map(len, hosts.values())))
+    ring = [each[turn] for turn in turns for each in hosts.values() if turn < len(each)]
+    return dict(zip(ring, [*ring[1:], ring[0]], strict=True))
+
+
+class Mirrors:
+    """The copies that this process has, its own and that of another rank."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._held: dict[tuple[Moment, int], Copy] = {}
+        self._spare: dict[tuple[int, str], torch.Tensor] = {}
+        """Memory of dropped copies, by owner and name."""
+        self._ends: list[socket.socket] = []
+        self._flight: list[threading.Thread] = []
+        self._arrived = [False, False]
+        """Whether the latest copy was sent, and the other one received."""
+        self._copied: Any = None
+        """When a device has copied the latest state."""
+        self._me = 0
+
+    def connect(self, transport: Transport) -> None:
+        """Connect with the ranks that keep, and send, a copy; on every rank."""
+        self.disconnect()
+        if not isinstance(transport, Distributed):
+            return
+        plane = transport.plane
+        self._me = plane.process
+        to = partners(transport.processes, lambda process: plane.addresses[process][0])
+        keeper, source = to[self._me], next(each for each, at in to.items() if at == self._me)
+        self._ends = [
+            transport.connect(keeper, f"the copy of {self._me}"),
+            transport.connect(source, f"the copy of {source}"),
+        ]
+
+    def disconnect(self) -> None:
+        """End what is under way."""
+        for each in self._ends:
+            _shut(each)
+        for thread in self._flight:
+            thread.join()
+        for each in self._ends:
+            each.close()
+        self._ends, self._flight = [], []
+
+    def begin(self, moment: Moment, model: ModelState, world: list[int]) -> None:
+        """Copy the state of this rank, and begin to exchange copies."""
+        part, tensors = described(model, self._training, {})
+        part["tensors"] = {
+            name: {"dtype": name_of(each.dtype), "shape": list(each.shape), "pieces": []}
+            for name, each in tensors.items()
+        }
+        own = Copy(moment, self._me, world, part)
+        self._copied = self._fill(own, tensors)
+        self._held[moment, self._me] = own
+        self._arrived = [not self._ends, not self._ends]
+        if self._ends:
+            todo = (self._send, own), (self._receive, None)
+            self._flight = [
+                threading.Thread(target=self._run, args=each, name="taktline mirror", daemon=True)
+                for each in todo
+            ]
+            for thread in self._flight:
+                thread.start()
+
+    def _fill(self, copy: Copy, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Copy tensors, without waiting for a device; returns what says when that is done."""
+        device = next((each.device for each in tensors.values() if each.is_cuda), None)
+        copies = None
+        if device is not None:
+            copies = torch.cuda.Stream(device)
+            copies.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(copies), torch.no_grad():
+            for name, tensor in tensors.items():
+                room = self._room(copy.owner, name, tensor.dtype, tensor.shape, tensor.is_cuda)
+                copy.tensors[name] = room.copy_(tensor.detach(), non_blocking=True)
+        return None if copies is None else copies.record_event()
+
+    def _room(
+        self, owner: int, name: str, dtype: torch.dtype, shape: Sequence[int], pinned: bool
+    ) -> torch.Tensor:
+        spare = self._spare.pop((owner, name), None)
+        if spare is not None and (spare.dtype, spare.shape) == (dtype, torch.Size(shape)):
+            return spare
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def settle(self) -> None:
+        """Let what a device computes from now on wait until the state is copied."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def _run(self, do: Callable[[Any], None], argument: Any) -> None:
+        try:
+            do(argument)
+        except OSError:
+            return  # the other rank is lost, which all will hear, or this one goes on without it
+        self._arrived[do == self._receive] = True
+
+    def _send(self, own: Copy) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        data = own.described()
+        self._ends[0].sendall(len(data).to_bytes(_HEAD, "little") + data)
+        for name in own.part["tensors"]:
+            self._ends[0].sendall(_memory(own.tensors[name]))
+
+    def _receive(self, _: None) -> None:
+        length = int.from_bytes(_taken(self._ends[1], _HEAD), "little")
+        copy = Copy.of(_taken(self._ends[1], length))
+        for name, each in copy.part["tensors"].items():
+            room = self._room(copy.owner, name, DTYPES[each["dtype"]], each["shape"], False)
+            _take(self._ends[1], _memory(room))
+            copy.tensors[name] = room
+        self._held[copy.moment, copy.owner] = copy
+
+    def arrived(self, seconds: float) -> bool:
+        """Whether the latest copies have arrived, here and at the other rank."""
+        for thread in self._flight if seconds else ():
+            thread.join(seconds)
+        return all(self._arrived)
+
+    def keep(self, moment: Moment) -> None:
+        """Drop all copies of earlier moments; the next ones use their memory."""
+        for key in [key for key in self._held if key[0] < moment]:
+            copy = self._held.pop(key)
+            self._spare |= {(copy.owner, name): each for name, each in copy.tensors.items()}
+
+    @property
+    def bytes(self) -> int:
+        """The memory that all copies take."""
+        rooms = [
+            *self._spare.values(),
+            *(t for c in self._held.values() for t in c.tensors.values()),
+        ]
+        return sum(room.nbytes for room in rooms)
+
+    # After a loss.
+
+    def find(self, transport: Transport) -> Found | None:
+        """The latest state that is whole on the ranks that are left; None if there is none."""
+        mine = [[*copy.moment, copy.owner, copy.world] for copy in self._held.values()]
+        shape = [(int, int, int, [int])]
+        rows = share_values(transport, mine, shape, "who has which state", what="its copies")
+        holders: dict[Moment, dict[int, int]] = defaultdict(dict)
+        worlds: dict[Moment, list[int]] = {}
+        for rank, row in enumerate(rows):
+            for generation, step, owner, world in row:
+                moment = Moment(generation, step)
+                worlds[moment] = world
+                holders[moment].setdefault(owner, rank)
+        whole = [moment for moment in worlds if holders[moment].keys() >= set(worlds[moment])]
+        if not whole:
+            return None
+        return Found(self, transport, max(whole), holders[max(whole)])
+
+    def own(self, moment: Moment) -> dict[int, Copy]:
+        """The copies of a moment that are here, by their owners."""
+        return {owner: copy for (at, owner), copy in self._held.items() if at == moment}
+
+
+class Found(Checkpoint):
+    """A state whose parts are on several ranks, to be loaded as a checkpoint is.
+
+    All ranks load it at the same time: in :meth:`prepare` they send each other the tensors.
+    """
+
+    def __init__(
+        self, mirrors: Mirrors, transport: Transport, moment: Moment, holders: Mapping[int, int]
+    ) -> None:
+        self.moment, self._transport = moment, transport
+        self._here = mirrors.own(moment)
+        mine = {
+            str(owner): copy.part
+            for owner, copy in self._here.items()
+            if holders[owner] == transport.rank
+        }
+        texts = share_texts(transport, json.dumps(mine), "the parts of a state")
+        self.parts: dict[int, Any] = {
+            int(owner): part for text in texts for owner, part in json.loads(text).items()
+        }
+        self._holder: dict[str, int] = {}
+        tensors: dict[str, Any] = {}
+        for owner, part in sorted(self.parts.items()):
+            for name, entry in part["tensors"].items():
+                self._holder.setdefault(name, holders[owner])
+                tensors.setdefault(name, entry)
+        plain = [{**part, "tensors": {}} for part in self.parts.values()]
+        whole = merged(plain, moment.step) | {"tensors": tensors}
+        self._understand(whole, Path("the copies of the ranks"))
+        self._values: dict[str, torch.Tensor] = {
+            name: value for copy in self._here.values() for name, value in copy.tensors.items()
+        }
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Get the tensors of these names from the ranks that have them; on every rank."""
+        wanted: dict[int, list[str]] = defaultdict(list)
+        for name in dict.fromkeys(names):
+            if name not in self._values:
+                wanted[self._holder[name]].append(name)
+        asked = {str(rank): each for rank, each in wanted.items()}
+        what = "the tensors that ranks need"
+        rows = share_values(self._transport, asked, {str: [str]}, what, what=what)
+        transport = self._transport
+        if not isinstance(transport, Distributed):
+            return
+        here, sending = transport.rank, list[threading.Thread]()
+        for peer, row in enumerate(rows):
+            give, take = row.get(str(here), []), rows[here].get(str(peer), [])
+            if peer == here or not (give or take):
+                continue
+            end = transport.connect(transport.processes[peer], "the tensors of a state")
+            thread = threading.Thread(target=self._give, args=(end, give, take), daemon=True)
+            thread.start()
+            sending.append(thread)
+        for thread in sending:
+            thread.join()
+        if missing := [
+            name for each in wanted.values() for name in each if name not in self._values
+        ]:
+            raise transport.broken(f"{len(missing)} tensors of a state have not arrived")
+
+    def _give(self, end: socket.socket, give: Sequence[str], take: Sequence[str]) -> None:
+        """Exchange tensors with one rank: each first sends what the kernel has no room for."""
+        sender = threading.Thread(target=self._send, args=(end, give), daemon=True)
+        sender.start()
+        try:
+            for name in take:
+                entry = self.tensors[name]
+                room = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+                _take(end, _memory(room))
+                self._values[name] = room
+        except OSError:
+            _shut(end)
+        sender.join()
+        end.close()
+
+    def _send(self, end: socket.socket, names: Sequence[str]) -> None:
+        try:
+            for name in names:
+                end.sendall(_memory(self._values[name]))
+        except OSError:
+            _shut(end)
+
+    def check(self, name: str, like: torch.Tensor) -> None:
+        """They come from the memory of this job, so there is nothing to check."""
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Fill a tensor that was prepared."""
+        tensor.detach().copy_(self._values[name])
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    return bytes_of(tensor).numpy().data
+
+
+def _take(end: socket.socket, room: memoryview) -> None:
+    """Fill memory with what arrives."""
+    while room:
+        count = end.recv_into(room)
+        if not count:
+            raise ConnectionResetError("the connection has ended")
+        room = room[count:]
+
+
+def _taken(end: socket.socket, size: int) -> bytes:
+    if size > 1 << 30:
+        raise TransportError(f"the description of a state takes {size:,} bytes")
+    room = bytearray(size)
+    _take(end, memoryview(room))
+    return bytes(room)
+
+
+def _shut(end: socket.socket) -> None:
+    with suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)

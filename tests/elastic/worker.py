@@ -1,0 +1,273 @@
+"""One rank of a job that goes on after losses: a plain loop, and what is to befall this rank."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from errno import EHOSTUNREACH
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import taktline as tl
+from taktline.transport.control_plane import Plane
+from taktline.transport.links import Network
+from tests.settled import settle
+
+WIDTH, ROWS, PARTS = 8, 8, 4
+PHASES = ("forward", "backward", "loss", "update", "clip", "between", "copy", "build")
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What befalls a rank: how, before which step has ended, and where."""
+
+    how: str
+    """kill, stop, cut, or part: the network between this rank and those of other numbers."""
+    rank: int
+    """By its number at the start."""
+    step: int
+    phase: str
+    number: int = 0
+    """Which one of its kind in the step."""
+    side: tuple[int, ...] = ()
+    """The ranks that it still reaches, if its network is parted."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks do."""
+
+    ranks: int
+    steps: int
+    strikes: tuple[Strike, ...] = ()
+    whole: bool = True
+    """Whether the model is cut by the pipeline."""
+    layers: int = 8
+    schedule: str = "1f1b"
+    every: int = 1
+    timeout: float = 60.0
+    folder: str = ""
+    saves: tuple[int, ...] = ()
+    """The steps after which it saves."""
+
+
+@dataclass
+class Told:
+    """What a rank has seen."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    recoveries: list[Any] = field(default_factory=list)
+    ranks: int = 0
+    error: str = ""
+    bytes: int = 0
+    times: list[float] = field(default_factory=list)
+    """When each step has ended."""
+
+
+class Block(nn.Module):
+    """A layer; what is called in it may be struck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hit("forward")
+        x = x + torch.tanh(self.wide(self.norm(x)))
+        if x.requires_grad:
+            x.register_hook(lambda _: hit("backward"))
+        return x
+
+
+def model(layers: int) -> nn.Sequential:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(layers))).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """That of a step."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    hit("loss")
+    return nn.functional.mse_loss(output, target)
+
+
+def plain(job: Job, without: Sequence[int] = ()) -> Told:
+    """The same loop without a pipeline; some steps may have no update."""
+    net, told = model(job.layers), Told()
+    optimizer, scheduler = _optimizer(net)
+    for step in range(job.steps):
+        x, y = batch(step)
+        total = 0.0
+        for a, b in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True):
+            loss = nn.functional.mse_loss(net(a), b) / PARTS
+            loss.backward()
+            total += loss.item()
+        told.losses.append(total)
+        told.norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.1)))
+        if step not in without:
+            optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    told.state = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    return told
+
+
+def _optimizer(net: Any) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+
+
+# Strikes.
+
+_now: dict[str, Any] = {"step": -1, "due": (), "rank": -1, "pipe": None, "cut": None}
+_counts: Counter[str] = Counter()
+
+
+def hit(phase: str) -> None:
+    """Be struck, if it is time."""
+    number, _counts[phase] = _counts[phase], _counts[phase] + 1
+    for strike in _now["due"]:
+        at = strike.rank, strike.step, strike.phase, strike.number
+        if at == (_now["rank"], _now["step"], phase, number):
+            _now["due"] = tuple(each for each in _now["due"] if each != strike)
+            _strike(strike)
+
+
+def _strike(strike: Strike) -> None:
+    how = strike.how
+    if how == "part":
+        return _part(strike.side)
+    if how == "cut":
+        for transport in _now["pipe"]._built.ranks.distributed:
+            for connection in list(transport._connections.values())[:1]:
+                connection.shut()
+        return
+    with suppress(OSError):
+        _now["cut"].send(("struck", time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def _part(side: tuple[int, ...]) -> None:
+    """Reach nobody but some any more, as if a cable between two hosts was cut."""
+    plane = Plane.current()
+    far = {process for process in plane.numbers if process not in side}
+    places = {plane.addresses[process] for process in far}
+
+    class Parted(Network):
+        def call(self, address: Any, process: int) -> Any:
+            if address in places:
+                raise OSError(EHOSTUNREACH, "parted")
+            return super().call(address, process)
+
+        def probe(self, address: Any) -> None:
+            if address in places:
+                raise OSError(EHOSTUNREACH, "parted")
+            super().probe(address)
+
+    plane._network = Parted()
+    with plane._lock:
+        for process, near in plane._near.items():
+            if process in far and near.link is not None:
+                plane._drop(near.link)
+                near.link = None
+    for transport in _now["pipe"]._built.ranks.distributed:
+        for channel, connection in list(transport._connections.items()):
+            if far & {channel.sender, channel.receiver}:
+                connection.shut()
+        for peer, lane in transport._all_gather._lanes.items():
+            if peer in far:
+                lane.shut()
+
+
+def train(rank: int, job: Job) -> Told:
+    """A plain loop."""
+    told, net = Told(), model(job.layers)
+    _now.update(due=job.strikes, rank=rank)
+    given: Any = net if job.whole else list(net)
+    options: dict[str, Any] = {"microbatches": PARTS, "loss_fn": loss_fn, "timeout": job.timeout}
+    if job.whole:
+        options["example"] = (batch(0)[0][: ROWS // PARTS],)
+    pipe = tl.Pipeline(given, schedule=job.schedule, device="cpu", elastic=True, **options)
+    optimizer, scheduler = _optimizer(pipe)
+    optimizer.register_step_post_hook(lambda *_: hit("update"))
+    _now["pipe"] = pipe
+    around: dict[str, Any] = {"every": job.every, "on_recovery": told.recoveries.append}
+    if job.folder:
+        around["folder"] = job.folder
+    with pipe.elastic(optimizer, **around):
+        _watch(pipe)
+        for step in range(job.steps):
+            _counts.clear()
+            _now["step"] = step
+            x, y = batch(step)
+            told.losses.append(pipe.step(x, target=y).item())
+            hit("between")
+            told.norms.append(float(pipe.clip_grad_norm_(0.1)))
+            hit("clip")
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            told.times.append(time.monotonic())
+            if step in job.saves:
+                pipe.save(job.folder, optimizer)
+        told.bytes = pipe._elastic._mirrors.bytes if pipe._elastic else 0
+        told.state = pipe.state_dict(gathered=True)
+    told.ranks = pipe.plan.ranks
+    return told
+
+
+def _watch(pipe: Any) -> None:
+    """Strike while a copy is on its way, or a pipeline is built anew."""
+    elastic = pipe._elastic
+    if elastic is None:
+        return
+    mirrors = elastic._mirrors
+    send, find = mirrors._send, mirrors.find
+
+    def sending(own: Any) -> None:
+        hit("copy")
+        send(own)
+
+    def finding(transport: Any) -> Any:
+        hit("build")
+        return find(transport)
+
+    mirrors._send, mirrors.find = sending, finding
+
+
+def work(rank: int, job: Job, port: int, pipe: Connection) -> None:
+    """The main function of a rank."""
+    settle()
+    _now["cut"] = pipe
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    try:
+        told = train(rank, job)
+    except BaseException as error:
+        told = Told(error=f"{type(error).__name__}: {error}")
+    with suppress(OSError):
+        # Pickled here: tensors would be sent as shared memory, which ends with this process.
+        pipe.send(("told", pickle.dumps(told)))
+        pipe.close()
