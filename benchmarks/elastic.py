@@ -119,7 +119,7 @@ def main() -> None:
         pipes.append(here)
     first = pipes[0]
     while pipes and (ready := wait(pipes, 120.0)):
-        for pipe in ready:
+        for pipe in (each for each in list(pipes) if each in ready):
             try:
                 text = pipe.recv()
                 if pipe is first:

@@ -32,10 +32,12 @@ from taktline.checkpoint import loading, saving
 from taktline.checkpoint.saving import RandomNumbers, Training
 from taktline.checks import check, check_callable
 from taktline.errors import LostRankError, MismatchError, StallError, TaktlineError, UseError
+from taktline.runtime.watchdog import guarded
 from taktline.text import counted
 from taktline.train.build import Built, build
 from taktline.train.mirrors import Mirrors, Moment
 from taktline.train.world import Shape, fitted, reform, release
+from taktline.transport import Transport
 from taktline.transport.control_plane import Plane
 from taktline.transport.election import LeftBehindError
 from taktline.transport.exchange import share_values
@@ -43,8 +45,8 @@ from taktline.transport.exchange import share_values
 T = TypeVar("T")
 _ATTEMPTS = 8
 """How often a recovery is tried, if more ranks are lost during it."""
-_BEHIND = 32
-"""How many steps a copy may take to arrive; then the next one waits for it."""
+_MANY = 64
+"""How many calls a copy may take to arrive; then the next one waits for it."""
 
 _log = logging.getLogger("taktline")
 
@@ -147,10 +149,10 @@ class Elastic:
 
     # Calls.
 
-    def call(self, run: Callable[[], T], *, noted: bool = False, steps: bool = False) -> T:
-        """The result of a call that all ranks make, if need be on other ranks.
+    def call(self, run: Callable[[], T], *, steps: bool = False) -> T:
+        """The result of a call that all ranks make, if need be on other ranks; or of a step.
 
-        ``noted``: it changes the state, so it may have to be repeated; ``steps``: by a batch.
+        All calls are noted, as some ranks may have ended one that others have to begin again.
         """
         if self._repeats:
             return run()
@@ -158,39 +160,59 @@ class Elastic:
         if steps:
             entry.random = RandomNumbers(self._built.model).state_dict()
             entry.gradients = self._gradients()
-            self._copy_if_due()
+            if self._updated and entry.gradients == "kept":
+                raise UseError(
+                    "an elastic pipeline repeats steps from a copy of the state, which holds no "
+                    "gradients: call zero_grad() after optimizer.step()"
+                )
         while True:
             try:
-                result = run()
-                if steps:
-                    self._end_step()
+                self._copy_if_due(steps)
+                result = self._run(entry)
                 break
             except (LostRankError, StallError) as error:
+                if not steps:
+                    entry.gradients = self._gradients()
                 self._recover(error)
                 self._enter(entry)
-        if noted:
-            self._log.append(entry)
+                entry.gradients = entry.gradients if steps else "kept"
+        self._updated &= not steps
+        self._log.append(entry)
+        return result
+
+    def _run(self, entry: _Entry) -> Any:
+        """Make a call, and see whether copies have arrived meanwhile."""
+        transport = self._built.ranks.transport
+        with guarded(transport, "a call of an elastic pipeline"):
+            result = entry.run()
+            if self._flying is not None and entry.options is None:
+                self._agree_on_copies(transport)
         return result
 
     def _gradients(self) -> Literal["none", "zero", "kept"]:
-        found = [each.grad for each in self._pipe.parameters() if each.grad is not None]
-        if not found:
+        """What gradients are there; "kept": those of the steps since the latest update."""
+        trained = [each for each in self._pipe.parameters() if each.requires_grad]
+        found = [each.grad for each in trained if each.grad is not None]
+        if not found and (trained or self._updated):
             return "none"
-        if not self._updated:
+        if not self._updated or any(bool(gradient.any()) for gradient in found):
             return "kept"
-        if any(bool(gradient.any()) for gradient in found):
-            raise UseError(
-                "an elastic pipeline repeats steps from a copy of the state, which holds no "
-                "gradients: call zero_grad() after optimizer.step()"
-            )
         return "zero"
 
-    def _copy_if_due(self) -> None:
-        """Copy the state before a step, unless gradients wait for an optimizer."""
-        due = self._updates >= self._every or not self._marks
-        if due and self._updated and self._flying is None:
+    def _copy_if_due(self, steps: bool) -> None:
+        """Copy the state before a step, unless gradients wait for an optimizer.
+
+        Also before another call, if there were many, so that not all their batches are kept.
+        """
+        if self._flying is not None or not self._updated:
+            return
+        if not steps and len(self._log) % _MANY == _MANY - 1:
+            clear = self._gradients() == "none"
+            rows = self._built.ranks.transport.exchange([clear], "the gradients of a state")
+            if all(flag for (flag,) in rows):
+                self._copy()
+        elif steps and (self._updates >= self._every or not self._marks):
             self._copy()
-        self._updated = False
 
     def _copy(self, mark: int | None = None) -> None:
         """Begin to copy the state, after which a number of entries were noted."""
@@ -199,15 +221,15 @@ class Elastic:
         self._marks[moment] = self._dropped + len(self._log) if mark is None else mark
         self._mirrors.begin(moment, self._built.model, self._plane.numbers)
 
-    def _end_step(self) -> None:
+    def _agree_on_copies(self, transport: Transport) -> None:
         """Agree whether all copies have arrived; then earlier ones are not needed any more."""
-        if self._flying is None:
-            return
-        late = self._built.schedule.steps - self._flying.step > _BEHIND
+        moment = self._flying
+        assert moment is not None
+        late = self._dropped + len(self._log) - self._marks[moment] > _MANY
         arrived = self._mirrors.arrived(self._timeout.total_seconds() if late else 0.0)
-        rows = self._built.ranks.transport.exchange([arrived], "the copies of a state")
+        rows = transport.exchange([arrived], "the copies of a state")
         if all(flag for (flag,) in rows):
-            moment, self._flying = self._flying, None
+            self._flying = None
             self._mirrors.keep(moment)
             self._cut_log(moment)
         self._mirrors.settle()
@@ -271,9 +293,7 @@ class Elastic:
         self._copy(self._dropped)
         for entry in list(self._log):
             self._enter(entry)
-            entry.run()
-            if entry.random is not None:
-                self._end_step()
+            self._run(entry)
         return step, path
 
     def _load(self, lost: Sequence[int]) -> Path | None:

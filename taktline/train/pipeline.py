@@ -223,7 +223,7 @@ class Pipeline:
 
         if self._elastic is not None:
             require_repeatable(self._loss_fn, batch, scaler)
-        output, loss = self._surviving(run, noted=True, steps=True)
+        output, loss = self._surviving(run, steps=True)
         self._metrics.note((*args, *options.values()), loss)
         if self._preemption is not None:
             self._preemption.hear(self._built)
@@ -340,7 +340,7 @@ class Pipeline:
         The first rank of each replica reads, and sends every batch to the others. All ranks call
         this and iterate together; ranks that do not read may pass None.
         """
-        return SharedLoader(batches, self._built.ranks, self._built.model)
+        return SharedLoader(batches, self)
 
     def progress(self, batches: Iterable[T], *, every: int = 10) -> Iterator[T]:
         """Yields the batches, while the first rank prints how training goes; every rank iterates.
@@ -410,7 +410,7 @@ class Pipeline:
     ) -> torch.Tensor:
         """Clip the norm of all gradients like ``torch.nn.utils.clip_grad_norm_``; returns it."""
         limits = max_norm, norm_type, error_if_nonfinite
-        return self._surviving(lambda: parameters.clip(self._built, *limits), noted=True)
+        return self._surviving(lambda: parameters.clip(self._built, *limits))
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Average gradients over replicas once for all steps in ``with pipe.accumulate():``.
@@ -604,14 +604,15 @@ class Pipeline:
                 self._elastic.close()
                 self._elastic = None
 
-    def _surviving(self, run: Callable[[], T], *, noted: bool = False, steps: bool = False) -> T:
+    def _surviving(self, run: Callable[[], T], *, steps: bool = False) -> T:
         """The result of a call that all ranks make, after a loss on those that are left."""
         if self._elastic is None:
             return run()
-        return self._elastic.call(run, noted=noted, steps=steps)
+        return self._elastic.call(run, steps=steps)
 
     def _replace(self, built: Built) -> None:
         """Run on other ranks from now on."""
+        built.model.loaders = self._built.model.loaders
         self._live = built
         if self._preemption is not None:
             self._preemption.listen(built)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from taktline.errors import LostRankError
 from taktline.plan import Plan
@@ -80,14 +79,13 @@ def reform(plane: Plane, timeout: timedelta) -> list[int]:
     plane.rewire(members)
     plane.numbers = members
     plane.serve(default_group())
-    del old
-    gc.collect()
     return [process for process in before if process not in members]
 
 
 def _store(host: str, port: int, *, is_master: bool) -> Any:
     limit = timedelta(seconds=_FORM_SECONDS)
-    return TCPStore(host, port, None, is_master, limit, wait_for_workers=False)
+    made: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    return made(host, port, None, is_master, limit, wait_for_workers=False)
 
 
 def _gather(plane: Plane, members: Sequence[int], timeout: timedelta) -> None:

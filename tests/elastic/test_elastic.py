@@ -67,6 +67,16 @@ def test_stages_that_are_given_move_to_other_ranks() -> None:
 
 
 @pytest.mark.processes
+def test_another_rank_reads_the_same_batches() -> None:
+    strikes = (
+        Strike("kill", 0, 1, "update"),
+        Strike("kill", 1, 6, "forward", 1),
+        Strike("kill", 2, 8, "update"),
+    )
+    survived(Job(4, 12, strikes, loads=True), [3])
+
+
+@pytest.mark.processes
 def test_the_smaller_part_of_a_cut_network_ends() -> None:
     sides = ((0, 2), (1, 3, 4))  # who keeps whose copy: the next rank
     strikes = tuple(Strike("part", r, 2, "between", side=side) for side in sides for r in side)

@@ -7,7 +7,7 @@ import pickle
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from errno import EHOSTUNREACH
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import taktline as tl
 from taktline.transport.control_plane import Plane
@@ -56,6 +57,8 @@ class Job:
     every: int = 1
     timeout: float = 60.0
     folder: str = ""
+    loads: bool = False
+    """Whether batches come from a loader, in an order that is drawn in each epoch."""
     saves: tuple[int, ...] = ()
     """The steps after which it saves."""
 
@@ -71,8 +74,8 @@ class Told:
     ranks: int = 0
     error: str = ""
     bytes: int = 0
-    times: list[float] = field(default_factory=list)
-    """When each step has ended."""
+    seconds: list[float] = field(default_factory=list)
+    """From each detection until the next step was committed."""
 
 
 class Block(nn.Module):
@@ -103,6 +106,23 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+EPOCH = 4
+"""The batches of an epoch."""
+
+
+def epochs(job: Job, wrap: Callable[[Any], Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of all steps."""
+    if not job.loads:
+        yield from map(batch, range(job.steps))
+        return
+    torch.manual_seed(1)
+    parts = zip(*map(batch, range(EPOCH)), strict=True)
+    data = TensorDataset(*map(torch.cat, parts))
+    loader = wrap(DataLoader(data, batch_size=ROWS, shuffle=True))
+    for _ in range(job.steps // EPOCH):
+        yield from loader
+
+
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     hit("loss")
     return nn.functional.mse_loss(output, target)
@@ -112,8 +132,7 @@ def plain(job: Job, without: Sequence[int] = ()) -> Told:
     """The same loop without a pipeline; some steps may have no update."""
     net, told = model(job.layers), Told()
     optimizer, scheduler = _optimizer(net)
-    for step in range(job.steps):
-        x, y = batch(step)
+    for step, (x, y) in enumerate(epochs(job, lambda loader: loader)):
         total = 0.0
         for a, b in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True):
             loss = nn.functional.mse_loss(net(a), b) / PARTS
@@ -208,23 +227,29 @@ def train(rank: int, job: Job) -> Told:
     optimizer, scheduler = _optimizer(pipe)
     optimizer.register_step_post_hook(lambda *_: hit("update"))
     _now["pipe"] = pipe
-    around: dict[str, Any] = {"every": job.every, "on_recovery": told.recoveries.append}
+    detected: list[float] = []
+
+    def note(recovery: Any) -> None:
+        told.recoveries.append(recovery)
+        detected.append(time.monotonic() - recovery.seconds)
+
+    around: dict[str, Any] = {"every": job.every, "on_recovery": note}
     if job.folder:
         around["folder"] = job.folder
     with pipe.elastic(optimizer, **around):
         _watch(pipe)
-        for step in range(job.steps):
+        for step, (x, y) in enumerate(epochs(job, pipe.loader)):
             _counts.clear()
             _now["step"] = step
-            x, y = batch(step)
             told.losses.append(pipe.step(x, target=y).item())
+            told.seconds += [time.monotonic() - begin for begin in detected]
+            detected.clear()
             hit("between")
             told.norms.append(float(pipe.clip_grad_norm_(0.1)))
             hit("clip")
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            told.times.append(time.monotonic())
             if step in job.saves:
                 pipe.save(job.folder, optimizer)
         told.bytes = pipe._elastic._mirrors.bytes if pipe._elastic else 0
