@@ -84,7 +84,7 @@ def rank_of(rank: int, ranks: int, port: int, given: argparse.Namespace, pipe: A
         pipe.send(f"{ranks} ranks, {name}: {1e3 * median(times):.1f} ms a step {times}")
     seconds: list[float] = []
     with built.elastic(optimizer, on_recovery=lambda each: seconds.append(each.seconds)):
-        for lost in range(ranks - 1, 0, -1):
+        for lost in range(ranks - 1, ranks - 1 - given.losses, -1):
             steps(3)
             if rank == lost:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -105,6 +105,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--losses", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     context = multiprocessing.get_context("spawn")

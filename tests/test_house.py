@@ -31,10 +31,10 @@ def rooms() -> set[str]:
 BUDGETS = {
     "plan": 6_369,
     "stage": 2_243,
-    "transport": 3_571,
+    "transport": 3_853,
     "runtime": 5_823,
-    "train": 4_054,
-    "checkpoint": 1_825,
+    "train": 5_159,
+    "checkpoint": 1_846,
     "render": 913,
     "cli": 1_710,
     "compat": 2_301,

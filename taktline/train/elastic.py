@@ -33,9 +33,9 @@ from taktline.checkpoint.saving import RandomNumbers, Training
 from taktline.checks import check, check_callable
 from taktline.errors import LostRankError, MismatchError, StallError, TaktlineError, UseError
 from taktline.runtime.watchdog import guarded
-from taktline.text import counted
+from taktline.text import counted, size_text
 from taktline.train.build import Built, build
-from taktline.train.mirrors import Mirrors, Moment
+from taktline.train.mirrors import Mirrors, Moment, free_memory
 from taktline.train.world import Shape, fitted, reform, release
 from taktline.transport import Transport
 from taktline.transport.control_plane import Plane
@@ -48,12 +48,19 @@ _ATTEMPTS = 8
 _MANY = 64
 """How many calls a copy may take to arrive; then the next one waits for it."""
 
+_COPIES = 4
+"""Of each state: on its rank and on another one, the last that is whole and one under way."""
+
 _log = logging.getLogger("taktline")
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """How a pipeline went on after a loss."""
+    """How a pipeline went on after a loss.
+
+    >>> print(Recovery([1], [0, 2], 4, 0.35, None, "rank 1 is lost"))
+    rank 1 lost; 2 ranks [0, 2] on from step 4, from the copies of the ranks, after 0.35 s
+    """
 
     lost: list[int]
     """The ranks that are lost, by their numbers at the start of the job; none if all live."""
@@ -118,7 +125,7 @@ class Elastic:
         if on_recovery is not None:
             check_callable("on_recovery", on_recovery)
         self._plane, self._shape = Plane.current(), Shape.of(self._built)
-        self._timeout = self._built.ranks.distributed[0].timeout
+        self._patience = self._built.ranks.distributed[0].timeout
         self._mirrors = Mirrors(self._training)
         self._log: list[_Entry] = []
         """What has changed the state since the earliest copy."""
@@ -134,6 +141,7 @@ class Elastic:
         """Whether there was one since the latest training step."""
         self._repeats = False
         self._groups = self._share_groups()
+        self._require_memory()
         self._hooks = [each.register_step_pre_hook(self._note) for each in optimizers]
         self._mirrors.connect(self._built.ranks.transport)
 
@@ -226,7 +234,7 @@ class Elastic:
         moment = self._flying
         assert moment is not None
         late = self._dropped + len(self._log) - self._marks[moment] > _MANY
-        arrived = self._mirrors.arrived(self._timeout.total_seconds() if late else 0.0)
+        arrived = self._mirrors.arrived(self._patience.total_seconds() if late else 0.0)
         rows = transport.exchange([arrived], "the copies of a state")
         if all(flag for (flag,) in rows):
             self._flying = None
@@ -284,7 +292,7 @@ class Elastic:
     def _go_on(self, lost: list[int]) -> tuple[int, Path | None]:
         """One attempt; returns from which step on, and the checkpoint that was loaded."""
         self._mirrors.disconnect()
-        lost += reform(self._plane, self._timeout)
+        lost += reform(self._plane, self._patience)
         self._pipe._replace(build(fitted(self._given, self._shape, self._plane.numbers)))
         release(self._given, self._built)
         path = self._load(lost)
@@ -355,6 +363,26 @@ class Elastic:
             [set().union(*(row[index][number] for row in rows)) for number in range(len(groups))]
             for index, groups in enumerate(mine)
         ]
+
+    def _require_memory(self) -> None:
+        """Raise on all ranks if a host has no room for the copies of its ranks."""
+        model = self._built.model.held()
+        own = sum(value.nbytes for _, value in model)
+        kept = [state for each in self._training.optimizers for state in each.state.values()]
+        states = [value for each in kept for value in each.values()]
+        if not kept:  # as those of Adam will be
+            states = [value for _, value in model if value.requires_grad] * 2
+        own += sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+        mine = [self._plane.address[0], _COPIES * own, free_memory()]
+        what = "the memory for copies"
+        rows = share_values(self._built.ranks.transport, mine, (str, int, int), what, what=what)
+        for host, _, free in rows:
+            need = sum(each for other, each, _ in rows if other == host)
+            if 0 < free < need:
+                raise UseError(
+                    f"elastic() keeps {_COPIES} copies of the state of each rank in host memory: "
+                    f"host {host} needs {size_text(need)} for them, and has {size_text(free)}"
+                )
 
     def _point(self) -> None:
         """Let the optimizers have the parameters that this rank has now, without gradients."""

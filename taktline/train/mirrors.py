@@ -83,6 +83,20 @@ def partners(processes: Sequence[int], host_of: Callable[[int], str]) -> dict[in
     return dict(zip(ring, [*ring[1:], ring[0]], strict=True))
 
 
+def free_memory() -> int:
+    """The bytes that this host, or the container, has left; 0 if that cannot be known."""
+    found: list[int] = []
+    with suppress(OSError, ValueError):
+        rows = (row.split() for row in Path("/proc/meminfo").read_text().splitlines())
+        found += [int(row[1]) << 10 for row in rows if row[0] == "MemAvailable:"]
+    with suppress(OSError, ValueError):
+        most, used = (
+            Path(f"/sys/fs/cgroup/memory.{each}").read_text() for each in ("max", "current")
+        )
+        found.append(int(most) - int(used))
+    return max(0, min(found, default=0))
+
+
 class Mirrors:
     """The copies that this process has, its own and that of another rank."""
 
@@ -283,43 +297,34 @@ class Found(Checkpoint):
         transport = self._transport
         if not isinstance(transport, Distributed):
             return
-        here, sending = transport.rank, list[threading.Thread]()
+        here, ends = transport.rank, list[tuple[socket.socket, list[str]]]()
+        senders: list[threading.Thread] = []
         for peer, row in enumerate(rows):
             give, take = row.get(str(here), []), rows[here].get(str(peer), [])
-            if peer == here or not (give or take):
-                continue
-            end = transport.connect(transport.processes[peer], "the tensors of a state")
-            thread = threading.Thread(target=self._give, args=(end, give, take), daemon=True)
-            thread.start()
-            sending.append(thread)
-        for thread in sending:
-            thread.join()
-        if missing := [
-            name for each in wanted.values() for name in each if name not in self._values
-        ]:
-            raise transport.broken(f"{len(missing)} tensors of a state have not arrived")
-
-    def _give(self, end: socket.socket, give: Sequence[str], take: Sequence[str]) -> None:
-        """Exchange tensors with one rank: each first sends what the kernel has no room for."""
-        sender = threading.Thread(target=self._send, args=(end, give), daemon=True)
-        sender.start()
+            if peer != here and (give or take):
+                end = transport.connect(transport.processes[peer], "the tensors of a state")
+                ends.append((end, take))
+                senders.append(threading.Thread(target=self._give, args=(end, give), daemon=True))
+                senders[-1].start()
         try:
-            for name in take:
-                entry = self.tensors[name]
-                room = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-                _take(end, _memory(room))
-                self._values[name] = room
-        except OSError:
-            _shut(end)
-        sender.join()
-        end.close()
+            for end, take in ends:
+                for name in take:
+                    entry = self.tensors[name]
+                    room = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+                    _take(end, _memory(room))
+                    self._values[name] = room
+        except OSError as error:
+            raise transport.broken("the tensors of a state") from error
+        finally:
+            for sender in senders:
+                sender.join()
+            for end, _ in ends:
+                end.close()
 
-    def _send(self, end: socket.socket, names: Sequence[str]) -> None:
-        try:
+    def _give(self, end: socket.socket, names: Sequence[str]) -> None:
+        with suppress(OSError):  # then the other rank is lost, as others will notice
             for name in names:
                 end.sendall(_memory(self._values[name]))
-        except OSError:
-            _shut(end)
 
     def check(self, name: str, like: torch.Tensor) -> None:
         """They come from the memory of this job, so there is nothing to check."""

@@ -351,7 +351,8 @@ class Pipeline:
                 these steps is traced to measure the bubble.
         """
         check("every", every, int, least=1)
-        return progress(self, batches, every, measured=not self._built.ranks.in_one_process)
+        alone = self._built.ranks.in_one_process
+        return progress(self, batches, every, measured=not alone and self._elastic is None)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a log, those that are known: ``step``, ``loss``, ``step_ms``, ``rows_per_s``
@@ -385,6 +386,7 @@ class Pipeline:
         and the number of micro-batches. Every rank calls it between steps. Returns why the plan
         was chosen, which ``print(pipe)`` shows from then on.
         """
+        self._refuse_in_elastic("replan()")
         with self._turn:
             self._replace(replan(self._built))
         return self._built.choice
@@ -417,6 +419,7 @@ class Pipeline:
 
         Without it, several steps add up their gradients just as well, but each averages them.
         """
+        self._refuse_in_elastic("accumulate()")
         return self._built.schedule.accumulate()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -486,6 +489,7 @@ class Pipeline:
         assign: Literal[False] = False,
     ) -> None:
         """Load a state of the whole model, or the part of it for this process."""
+        self._refuse_in_elastic("load_state_dict()")
         load_state(self._built.model, state_dict, strict=strict)
 
     def save(
@@ -551,6 +555,7 @@ class Pipeline:
         >>> pipe.load(pipe.save(tempfile.mkdtemp(), extra={"epoch": 3})).extra
         {'epoch': 3}
         """
+        self._refuse_in_elastic("load()")
         training = Training(optimizer, scheduler, scaler, data)
         with self._turn:
             loaded = loading.load(self._built.model, folder, training)
@@ -583,8 +588,8 @@ class Pipeline:
         """Train on after a lost rank, with the others: for a loop inside of ``with``.
 
         Each rank's state is copied to another rank. When a rank is lost, the others take over its
-        stages, go back to the last state that is whole, repeat the steps since then, and return to
-        the loop. Every rank passes the whole batch to :meth:`step`.
+        stages, go back to the last state that is whole, repeat the calls since then, and return to
+        the loop. Every rank passes the whole batch to :meth:`step`. See docs/elastic.md.
 
         Args:
             optimizer: what changes the parameters, or a list of several.
@@ -603,6 +608,12 @@ class Pipeline:
             if self._elastic is not None:
                 self._elastic.close()
                 self._elastic = None
+
+    def _refuse_in_elastic(self, call: str) -> None:
+        if self._elastic is not None:
+            raise UseError(
+                f"{call} cannot be repeated after a loss; call it outside of the block of elastic()"
+            )
 
     def _surviving(self, run: Callable[[], T], *, steps: bool = False) -> T:
         """The result of a call that all ranks make, after a loss on those that are left."""

@@ -75,11 +75,20 @@ def judge(job: Job, outcome: Outcome) -> list[str]:
     return wrong
 
 
+def draw_timelines() -> None:
+    """A step on four ranks, and one on the three that are left."""
+    told = run(Job(4, 8, (Strike("kill", 2, 4, "backward"),), layers=12, traces=(3, 7))).told[0]
+    print("\n".join([told.drawings[0], str(told.recoveries[0]), "", *told.drawings[1:]]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--drawing", action="store_true", help="a step before a loss, and after")
     given = parser.parse_args()
+    if given.drawing:
+        return draw_timelines()
     logging.getLogger("taktline").setLevel(logging.CRITICAL)
     failed, seconds, losses = 0, list[float](), 0
     for seed in range(given.seed, given.seed + given.jobs):

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import taktline as tl
 from taktline.errors import UseError
+from taktline.train import elastic
+from taktline.train.mirrors import free_memory
 from tests.elastic.job import Outcome, run
 from tests.elastic.worker import Job, Strike, plain
+from tests.workers import Workers
 
 
 def survived(job: Job, left: Sequence[int], without: Sequence[int] = (), since: int = 0) -> Outcome:
@@ -113,8 +118,9 @@ def test_too_many_at_once_without_a_checkpoint() -> None:
 
 
 def pipeline(**options: object) -> tl.Pipeline:
-    usual = {"microbatches": 2, "ranks": 2, "loss_fn": nn.functional.mse_loss, "elastic": True}
-    return tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], **(usual | options))  # type: ignore[arg-type]
+    usual = {"microbatches": 2, "ranks": 4, "loss_fn": nn.functional.mse_loss, "elastic": True}
+    stages = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1)]
+    return tl.Pipeline(stages, **(usual | options))  # type: ignore[arg-type]
 
 
 def test_what_elastic_refuses() -> None:
@@ -124,6 +130,69 @@ def test_what_elastic_refuses() -> None:
         enter(pipeline(), [])
     with pytest.raises(UseError, match="cannot be made with prepare, which"):
         enter(pipeline(prepare=lambda module, stage: module))
+
+
+def refusals(rank: int, group: dist.ProcessGroup) -> list[str]:
+    """What calls raise that cannot be repeated."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+    found: list[str] = []
+    with pytest.raises(UseError) as meshed:
+        enter(pipeline(ranks=None, mesh=mesh))
+    pipe = pipeline(ranks=None)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    x, y = torch.ones(4, 2), torch.ones(4, 1)
+    with pipe.elastic(optimizer):
+        calls = (
+            lambda: pipe.step(x),
+            lambda: pipe.step(x, target=y, scaler=pipe.scaler()),
+            lambda: pipe.accumulate(),
+            lambda: pipe.load("folder"),
+            lambda: optimizer.step(lambda: 0.0),
+        )
+        for call in calls:
+            with pytest.raises(UseError) as refused:
+                call()
+            found.append(str(refused.value))
+        pipe.step(x, target=y)
+        optimizer.step()
+        with pytest.raises(UseError) as kept:
+            pipe.step(x, target=y)
+    return [*found, str(kept.value), str(meshed.value)]
+
+
+@pytest.mark.processes
+def test_calls_that_elastic_refuses(workers: Workers) -> None:
+    first, *others = workers.run(refusals, ranks=4)
+    assert others == [first] * 3
+    assert [text.partition(": ")[0][:66] for text in first] == [
+        "pass every rank of an elastic pipeline the whole batch with its ta",
+        "an elastic pipeline cannot repeat what a GradScaler does; train in",
+        "accumulate() cannot be repeated after a loss; call it outside of t",
+        "load() cannot be repeated after a loss; call it outside of the blo",
+        "an elastic pipeline cannot repeat a step of an optimizer by a clos",
+        "an elastic pipeline repeats steps from a copy of the state, which ",
+        "an elastic pipeline cannot be made with a mesh or replicas (mesh, ",
+    ]
+
+
+def no_room(rank: int, group: dist.ProcessGroup) -> str:
+    elastic.free_memory = lambda: 100
+    try:
+        with pytest.raises(UseError) as refused:
+            enter(pipeline(ranks=None))
+    finally:
+        elastic.free_memory = free_memory
+    return str(refused.value)
+
+
+@pytest.mark.processes
+def test_memory_that_is_not_there_is_said_before(workers: Workers) -> None:
+    first, *others = workers.run(no_room, ranks=4)
+    assert others == [first] * 3
+    assert first.startswith(
+        "elastic() keeps 4 copies of the state of each rank in host memory: host "
+    )
+    assert first.endswith(" needs 1008 B for them, and has 100 B")
 
 
 def enter(pipe: tl.Pipeline, optimizers: list[torch.optim.Optimizer] | None = None) -> None:

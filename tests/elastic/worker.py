@@ -8,7 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from errno import EHOSTUNREACH
 from multiprocessing.connection import Connection
@@ -57,6 +57,8 @@ class Job:
     every: int = 1
     timeout: float = 60.0
     folder: str = ""
+    traces: tuple[int, ...] = ()
+    """The steps whose timelines are drawn."""
     loads: bool = False
     """Whether batches come from a loader, in an order that is drawn in each epoch."""
     saves: tuple[int, ...] = ()
@@ -74,6 +76,7 @@ class Told:
     ranks: int = 0
     error: str = ""
     bytes: int = 0
+    drawings: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     """From each detection until the next step was committed."""
 
@@ -241,7 +244,10 @@ def train(rank: int, job: Job) -> Told:
         for step, (x, y) in enumerate(epochs(job, pipe.loader)):
             _counts.clear()
             _now["step"] = step
-            told.losses.append(pipe.step(x, target=y).item())
+            with pipe.trace() if step in job.traces else nullcontext() as trace:
+                told.losses.append(pipe.step(x, target=y).item())
+            if trace is not None:
+                told.drawings.append(trace.timeline.to_text())
             told.seconds += [time.monotonic() - begin for begin in detected]
             detected.clear()
             hit("between")
