@@ -59,6 +59,7 @@ class Rules:
         return replace(self, **changes)
 
 
+_SLOWEST = 3.0
 _FIELDS = [field.name for field in fields(Rules)]
 
 GOOD = [
@@ -72,6 +73,24 @@ GOOD = [
     )
 ]
 """Rules that are good for some costs, to begin with."""
+
+
+def filling(work: Work) -> Rules:
+    """Rules whose pattern keeps as many micro-batches under way as there is memory for."""
+    pace, most = 1.0, _SLOWEST
+    for _ in range(12):
+        middle = (pace + most) / 2
+        pace, most = (middle, most) if _fits(work, middle) else (pace, middle)
+    return Rules(pace, pace, reach=1.0, fill=0.5, wait=1.0)
+
+
+def _fits(work: Work, pace: float) -> bool:
+    """Whether a pattern of this pace fits into the memory of all ranks, on average."""
+    due, held = pattern(work, Rules(pace, pace)), [0.0] * work.placement.ranks
+    for forward in range(0, len(due), 3):
+        released = due[forward + 1] + work.time[forward + 1] + work.time[forward + 2]
+        held[work.rank[forward]] += work.takes[forward] * (released - due[forward])
+    return all(part <= work.period * limit for part, limit in zip(held, work.memory, strict=True))
 
 
 def schedule(work: Work, rules: Rules) -> Order | None:

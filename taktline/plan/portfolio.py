@@ -15,7 +15,7 @@ import numpy as np
 from taktline.plan import solver
 from taktline.plan.bound import lower_bound
 from taktline.plan.costs import Costs
-from taktline.plan.list_schedules import GOOD, Rules, schedule
+from taktline.plan.list_schedules import GOOD, Rules, filling, schedule
 from taktline.plan.memory import peak_memory
 from taktline.plan.passes import merge_backward
 from taktline.plan.periodic import unrolled
@@ -71,7 +71,7 @@ class Search:
         self.work, self.costs = work, costs
         self.by: By = by
         self.random, self.progress = Random(seed), progress
-        self.ends = time.monotonic() + seconds
+        self.ends = time.monotonic() + _SEARCH * seconds
         letters = len(work.time) * work.microbatches
         self.rounds = min(20_000, 40_000_000 // letters) if rounds is None else rounds
         self.plans: list[tuple[float, Plan]] = []
@@ -84,9 +84,11 @@ class Search:
 
     def run(self, *, solve: bool) -> None:
         """All ways to find plans, one after the other."""
-        enough = (2 if self.large else 3) * self.work.placement.ranks
+        placement = self.work.placement
+        enough = (2 if self.large else 3) * placement.ranks
         few = replace(self.work, microbatches=min(enough, self.work.microbatches))
         unrolls = few.microbatches < self.work.microbatches
+        self._listed(filling(self.work))
         for plan in fitting(self.work, self.costs, slow=not (unrolls and self.large)):
             self._add(plan)
             self._keep(None if plan.rows.joined.any() else from_plan(plan))
@@ -94,16 +96,13 @@ class Search:
             self._patterned()
         if unrolls:
             self._unrolled(few)
-        else:
+        if self.large or not unrolls:
             self._varied()
-        for _, rules in self.rules:
-            if self.orders and (self.large or self._ends(_LISTED)):
-                break
-            self._keep(schedule(self.work, rules))
         if not self.orders and not self.plans:
             self._keep(schedule(self.work, Rules(reach=math.inf, fill=1.0)))
-        self._improved()
-        if solve and few.placement.stages <= few.placement.ranks and solver.solvable(self.work):
+        if not self.large:  # one letter of so many changes little
+            self._improved()
+        if solve and placement.stages <= placement.ranks and solver.solvable(self.work):
             self._solved()
 
     def best(self) -> Plan:
@@ -127,17 +126,18 @@ class Search:
         one, other = times if self.by == "span" else times[::-1]
         self.plans.append((one + _LITTLE * other, plan))
 
-    def _keep(self, order: Order | None) -> None:
-        """Keep an order, if it runs and is among the best."""
+    def _keep(self, order: Order | None) -> float:
+        """The score of an order, which is kept if it runs and is among the best."""
         found = None if order is None else run(self.work, order)
         if order is None or found is None:
-            return
+            return math.inf
         score = self._score(found)
         self.shortest = min(self.shortest, found.span if self.by == "span" else found.makespan)
         if not any(abs(score - other) <= _LITTLE**2 * score for other, _ in self.orders):
             self.orders.append((score, order))
             self.orders.sort(key=lambda each: each[0])
             del self.orders[_KEPT:]
+        return score
 
     def _ends(self, done: float) -> bool:
         """Whether there is no time left, or nothing to find; reports what share is done."""
@@ -164,28 +164,39 @@ class Search:
         seed = self.random.randrange(2**31)
         inner = Search(few, self.costs, self.by, seed, seconds, rounds, None)
         inner.run(solve=False)
-        self.rules, more = inner.rules, self.work.microbatches - few.microbatches
-        for (_, order), at_once in product(inner.orders[: 2 if self.large else _KEPT], (1, 2)):
+        more = self.work.microbatches - few.microbatches
+        for (_, order), at_once in product(inner.orders, (1, 2)):
             if more % at_once == 0 and not (self.orders and self._ends(0.0)):
                 self._keep(unrolled(few, order, more=more, at_once=at_once))
+        for _, rules in inner.rules:
+            if not self.large and not (self.orders and self._ends(_LISTED)):
+                self._listed(rules)
 
     def _varied(self) -> None:
         """Rules for lists: some that are known, and the best of them varied again and again."""
         letters = len(self.work.time) * self.work.microbatches
         tries = max(len(GOOD), min(300, 600_000 // letters))
-        stops = time.monotonic() + _MOST_LISTED * (self.ends - time.monotonic())
+        left = self.ends - time.monotonic()
+        stops = time.monotonic() + left * (1.0 if self.large else _MOST_LISTED)
+        took = 0.0
         for turn in range(tries):
-            if self._ends(_LISTED * turn / tries) or time.monotonic() >= stops:
+            begin = time.monotonic()
+            # The plan of a large order takes as long to make as the order.
+            if self._ends(_LISTED * turn / tries) or begin + 2 * took >= stops:
                 return
             rules = GOOD[turn % len(GOOD)]
             if turn >= len(GOOD) and self.rules:
                 rules = self.random.choice(self.rules)[1].varied(self.random)
-            order = schedule(self.work, rules)
-            found = None if order is None else run(self.work, order)
-            if found is not None:
-                self.rules.append((self._score(found), rules))
-                self.rules.sort(key=lambda each: each[0])
-                del self.rules[_KEPT:]
+            self._listed(rules)
+            took = max(took, time.monotonic() - begin)
+
+    def _listed(self, rules: Rules) -> None:
+        """Keep the order that rules lead to, and the rules if they are among the best."""
+        score = self._keep(schedule(self.work, rules))
+        if score < math.inf:
+            self.rules.append((score, rules))
+            self.rules.sort(key=lambda each: each[0])
+            del self.rules[_KEPT:]
 
     def _improved(self) -> None:
         """The best few, each improved by local search; then the best of all, with more heat."""
@@ -217,10 +228,11 @@ class Search:
 
 
 _SLOW = ("v_half", "v_min")
-"""The schedules whose plans take long to make: large ones are unrolled."""
+"""The schedules whose plans take long to make if they are large."""
 _LARGE = 30_000
-"""From so many actions on, plans are found for few micro-batches, and unrolled."""
+"""From so many actions on, orders are listed once for each of few rules, and not improved."""
 _LITTLE = 1e-6
+_SEARCH = 0.95  # of the time; in the rest the plan is made
 _KEPT = 6
 """So many of the best are kept, and improved."""
 _AGAIN = 3

@@ -20,6 +20,8 @@ from typing import NamedTuple
 from taktline.plan.work import MARGIN, Order, Run, Work, run
 
 _CLOSE = 1e-9
+_OFTEN = 100_000
+"""After so many letters at the least, ``stop`` is asked again: a turn of a large order is slow."""
 
 
 def improve(
@@ -38,8 +40,9 @@ def improve(
     """
     now = _State(work, order, by_span)
     best, least = now.order, now.cost
+    often = max(1, min(64, _OFTEN // sum(map(len, order))))
     for turn in range(rounds):
-        if not now.blocks or (turn % 64 == 0 and stop(turn)):
+        if not now.blocks or (turn % often == 0 and stop(turn)):
             break
         move = now.draw(random)
         if move is None:

@@ -248,20 +248,26 @@ def test_measured_costs(placement: Any, costs: Costs, memory: int, bubble: float
 
 
 @pytest.mark.slow
-def test_a_large_plan_is_unrolled_from_a_small_one() -> None:
-    """Also from V-Half, whose own plan for so many micro-batches takes long to make."""
-    named = build("v_half", ranks=16, microbatches=320)
+@pytest.mark.parametrize(
+    ("name", "seconds", "at_most"), [("v_half", 0.01, 0.1), ("v_min", 60, 0.3)]
+)
+def test_a_large_plan(name: str, seconds: float, at_most: float) -> None:
+    """Good from the first list on, whose pattern fills the memory, and no worse than by name."""
+    named = build(name, ranks=16, microbatches=320)
     limit = float(peak_memory(named, HALVES).max())
-    plan = optimise(HALVES, placement=named.placement, microbatches=320, memory=limit, rounds=0)
+    plan = optimise(
+        HALVES, placement=named.placement, microbatches=320, memory=limit, seconds=seconds
+    )
     timeline = simulate(plan, HALVES)
     assert timeline.peak_memory.max() <= limit
-    assert timeline.cost("span") <= simulate(named, HALVES).cost("span") + 1e-6
+    assert timeline.bubble("span") < min(at_most, simulate(named, HALVES).bubble("span"))
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_unit_costs(row: dict[str, str]) -> None:
     """Almost as good as what others have found, in a moment; the benchmark takes its time."""
-    ranks, microbatches, memory, bubble = map(int, row.values())
+    ranks, microbatches, chunks, bubble = map(int, row.values())
+    memory = chunks / 2  # in whole micro-batches
     plan = optimise(
         Costs(), ranks=ranks, microbatches=microbatches, memory=memory, placement="v", rounds=200
     )
@@ -382,7 +388,7 @@ class TestStopping:
         """A plan that reaches the bound ends the search."""
         seen: list[float] = []
         optimise(Costs(), ranks=1, microbatches=4, progress=lambda done, _: seen.append(done))
-        assert len(seen) <= 2
+        assert len(seen) <= 3
 
 
 class TestBuild:
