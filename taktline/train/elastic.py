@@ -191,6 +191,8 @@ class Elastic:
     def _run(self, entry: _Entry) -> Any:
         """Make a call, and see whether copies have arrived meanwhile."""
         transport = self._built.ranks.transport
+        if entry.options is not None:
+            self._mirrors.settle()
         with guarded(transport, "a call of an elastic pipeline"):
             result = entry.run()
             if self._flying is not None and entry.options is None:

@@ -159,15 +159,20 @@ class Mirrors:
 
     def _fill(self, copy: Copy, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Copy tensors, without waiting for a device; returns what says when that is done."""
+        rooms = {
+            name: self._room(copy.owner, name, each.dtype, each.shape, each.is_cuda)
+            for name, each in tensors.items()
+        }
+        copy.tensors = rooms
+        # The step changes buffers, so these are copied before it.
+        now = {n for n in rooms if n.startswith("model/") and type(tensors[n]) is torch.Tensor}
+        _copy({name: tensors[name] for name in now}, rooms)
         device = next((each.device for each in tensors.values() if each.is_cuda), None)
-        copies = None
-        if device is not None:
-            copies = torch.cuda.Stream(device)
+        copies = None if device is None else torch.cuda.Stream(device)
+        if copies is not None:
             copies.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(copies), torch.no_grad():
-            for name, tensor in tensors.items():
-                room = self._room(copy.owner, name, tensor.dtype, tensor.shape, tensor.is_cuda)
-                copy.tensors[name] = room.copy_(tensor.detach(), non_blocking=True)
+        with torch.cuda.stream(copies):
+            _copy({name: tensors[name] for name in rooms.keys() - now}, rooms)
         return None if copies is None else copies.record_event()
 
     def _room(
@@ -215,9 +220,8 @@ class Mirrors:
 
     def keep(self, moment: Moment) -> None:
         """Drop all copies of earlier moments; the next ones use their memory."""
-        for key in [key for key in self._held if key[0] < moment]:
-            copy = self._held.pop(key)
-            self._spare |= {(copy.owner, name): each for name, each in copy.tensors.items()}
+        dropped = [self._held.pop(key) for key in list(self._held) if key[0] < moment]
+        self._spare = {(c.owner, name): each for c in dropped for name, each in c.tensors.items()}
 
     @property
     def bytes(self) -> int:
@@ -332,6 +336,12 @@ class Found(Checkpoint):
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Fill a tensor that was prepared."""
         tensor.detach().copy_(self._values[name])
+
+
+@torch.no_grad()
+def _copy(tensors: Mapping[str, torch.Tensor], rooms: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        rooms[name].copy_(tensor, non_blocking=True)
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from tests.elastic.job import Outcome, run
-from tests.elastic.worker import PHASES, Job, Strike, plain
+from tests.elastic.worker import EPOCH, PHASES, Job, Strike, plain
 
 TIMEOUT = 20.0
 """Of a rank that is stopped; a busy machine must not look like one."""
@@ -25,13 +25,15 @@ def draw(seed: int) -> Job:
     """Some losses, one after the other, any of which can be survived."""
     rng = Random(seed)
     ranks = rng.randint(2, 8)
-    whole = rng.random() < 0.7
+    whole, evals, every = rng.random() < 0.7, rng.random() < 0.3, rng.choice([1, 1, 2, 3])
     step, left, strikes = 1, list(range(ranks)), list[Strike]()
     for _ in range(rng.randint(1, min(3, ranks - 1))):
         step += rng.randint(1, 2)
         how = rng.choices(["kill", "stop", "cut"], [6, 1, 2])[0]
-        phase = rng.choice([each for each in PHASES if each != "build"])
+        phase = rng.choice([p for p in PHASES if p != "build" and (p != "copy" or every == 1)])
         number = rng.randrange(4) if phase in ("forward", "backward", "loss") else 0
+        if phase == "forward" and evals:
+            number += 4 * 8 // ranks  # of the first evaluation
         victim = rng.choice(left)
         if phase == "loss":
             victim = max(left)  # which has the last stage
@@ -48,7 +50,9 @@ def draw(seed: int) -> Job:
             strikes.append(Strike("kill", rng.choice(others), step, "build"))
             left.remove(strikes[-1].rank)
     job = Job(ranks, step + 3, tuple(strikes), whole, layers=8 if whole else ranks)
-    return replace(job, every=rng.choice([1, 1, 2, 3]), timeout=TIMEOUT)
+    if loads := rng.random() < 0.3:
+        job = replace(job, steps=-(-job.steps // EPOCH) * EPOCH)
+    return replace(job, every=every, evals=evals, loads=loads, timeout=TIMEOUT)
 
 
 def judge(job: Job, outcome: Outcome) -> list[str]:
@@ -63,9 +67,9 @@ def judge(job: Job, outcome: Outcome) -> list[str]:
             continue
         if told.ranks != len(left):
             wrong.append(f"rank {rank} is one of {told.ranks}, not {len(left)}")
-        for name in ("losses", "norms"):
+        for name in ("losses", "norms", "evals"):
             pairs = torch.tensor([getattr(told, name), getattr(expected, name)])
-            if pairs.shape[1] != job.steps or not torch.allclose(*pairs, rtol=1e-10):
+            if len(told.losses) != job.steps or not torch.allclose(*pairs, rtol=1e-10):
                 wrong.append(f"rank {rank}: {name} differ")
         for name, value in told.state.items():
             if not torch.allclose(value, expected.state[name], rtol=1e-8, atol=1e-12):

@@ -57,6 +57,8 @@ class Job:
     every: int = 1
     timeout: float = 60.0
     folder: str = ""
+    evals: bool = False
+    """Whether it evaluates after each update."""
     traces: tuple[int, ...] = ()
     """The steps whose timelines are drawn."""
     loads: bool = False
@@ -71,6 +73,7 @@ class Told:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    evals: list[float] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
     recoveries: list[Any] = field(default_factory=list)
     ranks: int = 0
@@ -99,7 +102,9 @@ class Block(nn.Module):
 def model(layers: int) -> nn.Sequential:
     """The same on every rank."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(layers))).double()
+    blocks = [Block() for _ in range(layers)]
+    blocks[-1].wide.weight = blocks[0].wide.weight
+    return nn.Sequential(*blocks).double()
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -147,6 +152,11 @@ def plain(job: Job, without: Sequence[int] = ()) -> Told:
             optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        if job.evals:
+            with torch.no_grad():
+                told.evals += [
+                    float(nn.functional.mse_loss(net(a), b)) for a, b in ((x, y), (y, x))
+                ]
     told.state = {name: value.detach().clone() for name, value in net.state_dict().items()}
     return told
 
@@ -256,6 +266,9 @@ def train(rank: int, job: Job) -> Told:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+            if job.evals:
+                told.evals.append(pipe.eval(x, target=y).item())
+                told.evals.append(pipe.eval(y, target=x).item())
             if step in job.saves:
                 pipe.save(job.folder, optimizer)
         told.bytes = pipe._elastic._mirrors.bytes if pipe._elastic else 0
