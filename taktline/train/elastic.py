@@ -145,6 +145,8 @@ class Elastic:
         self._hooks = [each.register_step_pre_hook(self._note) for each in optimizers]
         self._mirrors.connect(self._built.ranks.transport)
 
+        self._random = RandomNumbers(self._built.model)
+
     @property
     def _built(self) -> Built:
         return self._pipe._built
@@ -166,7 +168,7 @@ class Elastic:
             return run()
         entry = _Entry(run)
         if steps:
-            entry.random = RandomNumbers(self._built.model).state_dict()
+            entry.random = self._random.state_dict()
             entry.gradients = self._gradients()
             if self._updated and entry.gradients == "kept":
                 raise UseError(
@@ -267,7 +269,7 @@ class Elastic:
         began, reason, lost = time.monotonic(), str(error), list[int]()
         _log.warning("%s", reason)
         options = [_options(each) for each in self._training.optimizers]
-        random = RandomNumbers(self._built.model).state_dict()
+        random = self._random.state_dict()
         self._repeats = True
         try:
             for _ in range(_ATTEMPTS):
@@ -284,7 +286,7 @@ class Elastic:
             self._repeats = False
         for optimizer, each in zip(self._training.optimizers, options, strict=True):
             _set_options(optimizer, each)
-        RandomNumbers(self._built.model).load_state_dict(random)
+        self._random.load_state_dict(random)
         seconds = time.monotonic() - began
         found = Recovery(lost, self._plane.numbers, step, seconds, path, reason)
         _log.warning("%s", found)
@@ -297,6 +299,7 @@ class Elastic:
         lost += reform(self._plane, self._patience)
         self._pipe._replace(build(fitted(self._given, self._shape, self._plane.numbers)))
         release(self._given, self._built)
+        self._random = RandomNumbers(self._built.model)
         path = self._load(lost)
         step = self._built.schedule.steps
         self._mirrors.connect(self._built.ranks.transport)
@@ -332,7 +335,7 @@ class Elastic:
     def _enter(self, entry: _Entry) -> None:
         """Put back what a call has found beside the state."""
         if entry.random is not None:
-            RandomNumbers(self._built.model).load_state_dict(entry.random)
+            self._random.load_state_dict(entry.random)
         if entry.gradients != "kept":
             for parameter in self._pipe.parameters():
                 parameter.grad = None

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +37,10 @@ from taktline.transport.base import Transport, bytes_of
 from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import share_texts, share_values
 
-_HEAD = 8
-"""The bytes that say how long a description is."""
+_HEAD = struct.Struct("<3q")
+"""Before a copy: its moment, and how long its description is."""
+_ALIGNED = 16
+"""Bytes; any type of torch can begin there."""
 
 
 class Moment(NamedTuple):
@@ -45,9 +50,8 @@ class Moment(NamedTuple):
     step: int
 
 
-@dataclass(slots=True)
-class Copy:
-    """The state of one rank."""
+class Copy(NamedTuple):
+    """The state of one rank, in one piece of memory."""
 
     moment: Moment
     owner: int
@@ -55,18 +59,39 @@ class Copy:
     world: list[int]
     """All processes whose states belong together."""
     part: dict[str, Any]
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    memory: torch.Tensor
 
-    def described(self) -> bytes:
-        """All but the tensors, as bytes."""
-        return json.dumps([*self.moment, self.owner, self.world, self.part]).encode()
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors in the memory, by their names in a checkpoint."""
+        begins, _ = _places(self.part)
+        found: dict[str, torch.Tensor] = {}
+        for (name, entry), begin in zip(self.part["tensors"].items(), begins, strict=True):
+            dtype = DTYPES[entry["dtype"]]
+            size = prod(entry["shape"]) * dtype.itemsize
+            found[name] = self.memory[begin : begin + size].view(dtype).view(entry["shape"])
+        return found
 
-    @classmethod
-    def of(cls, data: bytes) -> Copy:
-        """A copy without its tensors yet."""
-        shape = (int, int, int, [int], {str: object})
-        generation, step, owner, world, part = read(data, shape, what="the copy of a state")
-        return cls(Moment(generation, step), owner, world, part)
+
+def _places(part: dict[str, Any]) -> tuple[list[int], int]:
+    """Where tensors begin in the memory of a copy, and how long that is."""
+    entries = part["tensors"].values()
+    sizes = [prod(each["shape"]) * DTYPES[each["dtype"]].itemsize for each in entries]
+    *begins, end = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
+    return begins, end
+
+
+@dataclass(slots=True)
+class _Source:
+    """What a rank copies, as long as that are the same tensors."""
+
+    key: list[Any]
+    part: dict[str, Any]
+    text: bytes
+    """The owner, the world and the part, for other ranks."""
+    size: int
+    tensors: dict[str, torch.Tensor]
+    rooms: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict[int, Any])
+    """The tensors in the memory of copies, by its address."""
 
 
 def partners(processes: Sequence[int], host_of: Callable[[int], str]) -> dict[int, int]:
@@ -103,12 +128,14 @@ class Mirrors:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._held: dict[tuple[Moment, int], Copy] = {}
-        self._spare: dict[tuple[int, str], torch.Tensor] = {}
-        """Memory of dropped copies, by owner and name."""
+        self._spare: list[torch.Tensor] = []
+        """The memory of dropped copies."""
+        self._source: _Source | None = None
         self._ends: list[socket.socket] = []
         self._flight: list[threading.Thread] = []
         self._arrived = [False, False]
         """Whether the latest copy was sent, and the other one received."""
+        self._failure: Exception | None = None
         self._copied: Any = None
         """When a device has copied the latest state."""
         self._me = 0
@@ -116,6 +143,7 @@ class Mirrors:
     def connect(self, transport: Transport) -> None:
         """Connect with the ranks that keep, and send, a copy; on every rank."""
         self.disconnect()
+        self._source = None
         if not isinstance(transport, Distributed):
             return
         plane = transport.plane
@@ -139,17 +167,14 @@ class Mirrors:
 
     def begin(self, moment: Moment, model: ModelState, world: list[int]) -> None:
         """Copy the state of this rank, and begin to exchange copies."""
-        part, tensors = described(model, self._training, {})
-        part["tensors"] = {
-            name: {"dtype": name_of(each.dtype), "shape": list(each.shape), "pieces": []}
-            for name, each in tensors.items()
-        }
-        own = Copy(moment, self._me, world, part)
-        self._copied = self._fill(own, tensors)
+        source = self._described(model, world)
+        device = next((each.device for each in source.tensors.values() if each.is_cuda), None)
+        own = Copy(moment, self._me, world, source.part, self._room(source.size, device))
+        self._copied = self._fill(own, source, device)
         self._held[moment, self._me] = own
         self._arrived = [not self._ends, not self._ends]
         if self._ends:
-            todo = (self._send, own), (self._receive, None)
+            todo = (self._send, (own, source.text)), (self._receive, ())
             self._flight = [
                 threading.Thread(target=self._run, args=each, name="taktline mirror", daemon=True)
                 for each in todo
@@ -157,79 +182,97 @@ class Mirrors:
             for thread in self._flight:
                 thread.start()
 
-    def _fill(self, copy: Copy, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def _described(self, model: ModelState, world: list[int]) -> _Source:
+        """What is copied; described anew only if there are other tensors or values."""
+        key: list[Any] = [
+            id(x) for m in model.modules.values() for x in (*m.parameters(), *m.buffers())
+        ]
+        for optimizer in self._training.optimizers:
+            for parameter, state in optimizer.state.items():
+                key.append(id(parameter))
+                key += [id(x) if isinstance(x, torch.Tensor) else x for x in state.values()]
+        if self._source is None or self._source.key != key:
+            part, tensors = described(model, self._training, {})
+            part["tensors"] = {
+                name: {"dtype": name_of(each.dtype), "shape": list(each.shape), "pieces": []}
+                for name, each in tensors.items()
+            }
+            text = json.dumps([self._me, world, part]).encode()
+            self._source = _Source(key, part, text, _places(part)[1], tensors)
+        return self._source
+
+    @torch.no_grad()
+    def _fill(self, copy: Copy, source: _Source, device: torch.device | None) -> Any:
         """Copy tensors, without waiting for a device; returns what says when that is done."""
-        rooms = {
-            name: self._room(copy.owner, name, each.dtype, each.shape, each.is_cuda)
-            for name, each in tensors.items()
-        }
-        copy.tensors = rooms
+        address, tensors = copy.memory.data_ptr(), source.tensors
+        if address not in source.rooms:
+            source.rooms[address] = copy.tensors()
+        rooms = source.rooms[address]
         # The step changes buffers, so these are copied before it.
         now = {n for n in rooms if n.startswith("model/") and type(tensors[n]) is torch.Tensor}
-        _copy({name: tensors[name] for name in now}, rooms)
-        device = next((each.device for each in tensors.values() if each.is_cuda), None)
+        for name in now:
+            rooms[name].copy_(tensors[name], non_blocking=True)
         copies = None if device is None else torch.cuda.Stream(device)
         if copies is not None:
             copies.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(copies):
-            _copy({name: tensors[name] for name in rooms.keys() - now}, rooms)
+            for name in rooms.keys() - now:
+                rooms[name].copy_(tensors[name], non_blocking=True)
         return None if copies is None else copies.record_event()
 
-    def _room(
-        self, owner: int, name: str, dtype: torch.dtype, shape: Sequence[int], pinned: bool
-    ) -> torch.Tensor:
-        spare = self._spare.pop((owner, name), None)
-        if spare is not None and (spare.dtype, spare.shape) == (dtype, torch.Size(shape)):
-            return spare
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
+    def _room(self, size: int, device: torch.device | None = None) -> torch.Tensor:
+        pinned = device is not None
+        for number, spare in enumerate(self._spare):
+            if (spare.nbytes, spare.is_pinned()) == (size, pinned):
+                return self._spare.pop(number)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def settle(self) -> None:
         """Let what a device computes from now on wait until the state is copied."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
-    def _run(self, do: Callable[[Any], None], argument: Any) -> None:
+    def _run(self, do: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         try:
-            do(argument)
+            do(*arguments)
+            self._arrived[do == self._receive] = True
         except OSError:
-            return  # the other rank is lost, which all will hear, or this one goes on without it
-        self._arrived[do == self._receive] = True
+            pass  # the other rank is lost, which all will hear, or this one goes on without it
+        except Exception as error:
+            self._failure = error
 
-    def _send(self, own: Copy) -> None:
+    def _send(self, own: Copy, text: bytes) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        data = own.described()
-        self._ends[0].sendall(len(data).to_bytes(_HEAD, "little") + data)
-        for name in own.part["tensors"]:
-            self._ends[0].sendall(_memory(own.tensors[name]))
+        self._ends[0].sendall(_HEAD.pack(*own.moment, len(text)) + text)
+        self._ends[0].sendall(_memory(own.memory))
 
-    def _receive(self, _: None) -> None:
-        length = int.from_bytes(_taken(self._ends[1], _HEAD), "little")
-        copy = Copy.of(_taken(self._ends[1], length))
-        for name, each in copy.part["tensors"].items():
-            room = self._room(copy.owner, name, DTYPES[each["dtype"]], each["shape"], False)
-            _take(self._ends[1], _memory(room))
-            copy.tensors[name] = room
-        self._held[copy.moment, copy.owner] = copy
+    def _receive(self) -> None:
+        generation, step, length = _HEAD.unpack(_taken(self._ends[1], _HEAD.size))
+        shape = (int, [int], {str: object})
+        owner, world, part = read(_taken(self._ends[1], length), shape, what="a copied state")
+        room = self._room(_places(part)[1])
+        _take(self._ends[1], _memory(room))
+        moment = Moment(generation, step)
+        self._held[moment, owner] = Copy(moment, owner, world, part, room)
 
     def arrived(self, seconds: float) -> bool:
         """Whether the latest copies have arrived, here and at the other rank."""
         for thread in self._flight if seconds else ():
             thread.join(seconds)
+        if self._failure is not None:
+            raise self._failure
         return all(self._arrived)
 
     def keep(self, moment: Moment) -> None:
         """Drop all copies of earlier moments; the next ones use their memory."""
         dropped = [self._held.pop(key) for key in list(self._held) if key[0] < moment]
-        self._spare = {(c.owner, name): each for c in dropped for name, each in c.tensors.items()}
+        self._spare = [copy.memory for copy in dropped]
 
     @property
     def bytes(self) -> int:
         """The memory that all copies take."""
-        rooms = [
-            *self._spare.values(),
-            *(t for c in self._held.values() for t in c.tensors.values()),
-        ]
+        rooms = [*self._spare, *(copy.memory for copy in self._held.values())]
         return sum(room.nbytes for room in rooms)
 
     # After a loss.
@@ -286,7 +329,7 @@ class Found(Checkpoint):
         whole = merged(plain, moment.step) | {"tensors": tensors}
         self._understand(whole, Path("the copies of the ranks"))
         self._values: dict[str, torch.Tensor] = {
-            name: value for copy in self._here.values() for name, value in copy.tensors.items()
+            name: value for copy in self._here.values() for name, value in copy.tensors().items()
         }
 
     def prepare(self, names: Iterable[str]) -> None:
@@ -336,12 +379,6 @@ class Found(Checkpoint):
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Fill a tensor that was prepared."""
         tensor.detach().copy_(self._values[name])
-
-
-@torch.no_grad()
-def _copy(tensors: Mapping[str, torch.Tensor], rooms: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        rooms[name].copy_(tensor, non_blocking=True)
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

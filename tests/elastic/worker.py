@@ -285,9 +285,9 @@ def _watch(pipe: Any) -> None:
     mirrors = elastic._mirrors
     send, find = mirrors._send, mirrors.find
 
-    def sending(own: Any) -> None:
+    def sending(*copy: Any) -> None:
         hit("copy")
-        send(own)
+        send(*copy)
 
     def finding(transport: Any) -> Any:
         hit("build")
