@@ -40,7 +40,7 @@ class Strike:
     number: int = 0
     """Which one of its kind in the step."""
     side: tuple[int, ...] = ()
-    """The ranks that it still reaches, if its network is parted."""
+    """The ranks that it still reaches, if its network is parted; to "build", who was lost."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,10 @@ def _watch(pipe: Any) -> None:
         send(*copy)
 
     def finding(transport: Any) -> Any:
-        hit("build")
+        for strike in _now["due"]:
+            is_now = not set(strike.side) & set(Plane.current().numbers)
+            if (strike.phase, strike.rank) == ("build", _now["rank"]) and is_now:
+                _strike(strike)
         return find(transport)
 
     mirrors._send, mirrors.find = sending, finding
