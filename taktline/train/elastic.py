@@ -36,7 +36,7 @@ from taktline.runtime.watchdog import guarded
 from taktline.text import counted, size_text
 from taktline.train.build import Built, build
 from taktline.train.mirrors import Mirrors, Moment, free_memory
-from taktline.train.world import Shape, fitted, reform, release
+from taktline.train.world import fitted, reform, release
 from taktline.transport import Transport
 from taktline.transport.control_plane import Plane
 from taktline.transport.election import LeftBehindError
@@ -124,7 +124,7 @@ class Elastic:
         self._on_recovery = on_recovery
         if on_recovery is not None:
             check_callable("on_recovery", on_recovery)
-        self._plane, self._shape = Plane.current(), Shape.of(self._built)
+        self._plane = Plane.current()
         self._patience = self._built.ranks.distributed[0].timeout
         self._mirrors = Mirrors(self._training)
         self._log: list[_Entry] = []
@@ -297,7 +297,7 @@ class Elastic:
         """One attempt; returns from which step on, and the checkpoint that was loaded."""
         self._mirrors.disconnect()
         lost += reform(self._plane, self._patience)
-        self._pipe._replace(build(fitted(self._given, self._shape, self._plane.numbers)))
+        self._pipe._replace(build(fitted(self._given, self._built, self._plane.numbers)))
         release(self._given, self._built)
         self._random = RandomNumbers(self._built.model)
         path = self._load(lost)

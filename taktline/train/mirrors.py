@@ -269,12 +269,6 @@ class Mirrors:
         dropped = [self._held.pop(key) for key in list(self._held) if key[0] < moment]
         self._spare = [copy.memory for copy in dropped]
 
-    @property
-    def bytes(self) -> int:
-        """The memory that all copies take."""
-        rooms = [*self._spare, *(copy.memory for copy in self._held.values())]
-        return sum(room.nbytes for room in rooms)
-
     # After a loss.
 
     def find(self, transport: Transport) -> Found | None:
@@ -292,11 +286,9 @@ class Mirrors:
         whole = [moment for moment in worlds if holders[moment].keys() >= set(worlds[moment])]
         if not whole:
             return None
-        return Found(self, transport, max(whole), holders[max(whole)])
-
-    def own(self, moment: Moment) -> dict[int, Copy]:
-        """The copies of a moment that are here, by their owners."""
-        return {owner: copy for (at, owner), copy in self._held.items() if at == moment}
+        moment = max(whole)
+        here = {owner: copy for (at, owner), copy in self._held.items() if at == moment}
+        return Found(here, transport, moment, holders[moment])
 
 
 class Found(Checkpoint):
@@ -306,30 +298,29 @@ class Found(Checkpoint):
     """
 
     def __init__(
-        self, mirrors: Mirrors, transport: Transport, moment: Moment, holders: Mapping[int, int]
+        self,
+        here: Mapping[int, Copy],
+        transport: Transport,
+        moment: Moment,
+        holders: Mapping[int, int],
     ) -> None:
         self.moment, self._transport = moment, transport
-        self._here = mirrors.own(moment)
-        mine = {
-            str(owner): copy.part
-            for owner, copy in self._here.items()
-            if holders[owner] == transport.rank
-        }
+        own = [owner for owner in here if holders[owner] == transport.rank]
+        mine = {str(owner): here[owner].part for owner in own}
         texts = share_texts(transport, json.dumps(mine), "the parts of a state")
-        self.parts: dict[int, Any] = {
-            int(owner): part for text in texts for owner, part in json.loads(text).items()
-        }
+        found = {int(owner): part for text in texts for owner, part in json.loads(text).items()}
+        parts = dict(sorted(found.items()))
         self._holder: dict[str, int] = {}
         tensors: dict[str, Any] = {}
-        for owner, part in sorted(self.parts.items()):
+        for owner, part in parts.items():
             for name, entry in part["tensors"].items():
                 self._holder.setdefault(name, holders[owner])
                 tensors.setdefault(name, entry)
-        plain = [{**part, "tensors": {}} for part in self.parts.values()]
+        plain = [{**part, "tensors": {}} for part in parts.values()]
         whole = merged(plain, moment.step) | {"tensors": tensors}
         self._understand(whole, Path("the copies of the ranks"))
         self._values: dict[str, torch.Tensor] = {
-            name: value for copy in self._here.values() for name, value in copy.tensors().items()
+            name: value for copy in here.values() for name, value in copy.tensors().items()
         }
 
     def prepare(self, names: Iterable[str]) -> None:

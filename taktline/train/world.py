@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -102,34 +101,14 @@ def _gather(plane: Plane, members: Sequence[int], timeout: timedelta) -> None:
         plane.leave(member)
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What stays the same of a pipeline on other ranks."""
-
-    device: torch.device
-    microbatches: int
-    stages: int
-    costs: Sequence[float]
-    """Of the stages."""
-    starts: list[str] | None
-    """The submodules with which stages begin, if the model was cut here."""
-
-    @classmethod
-    def of(cls, built: Built) -> Shape:
-        """That of a pipeline as it was built at first."""
-        plan, needs = built.plan, built.table.needs
-        costs = [1.0] * plan.stages if needs is None else [sum(need.work) for need in needs]
-        return cls(built.ranks.device, plan.microbatches, plan.stages, costs, built.starts)
-
-
-def fitted(given: Any, shape: Shape, left: Sequence[int]) -> SimpleNamespace:
-    """The arguments of a pipeline for the ranks that are left.
+def fitted(given: Any, built: Built, left: Sequence[int]) -> SimpleNamespace:
+    """The arguments of a pipeline, built before, for the ranks that are left.
 
     A whole model is cut anew. Stages that are given stay as they are, in 1F1B, several on a rank.
     """
     again, count = SimpleNamespace(**vars(given)), len(left)
     again.ranks = None
-    again.device, again.microbatches = shape.device, shape.microbatches
+    again.device, again.microbatches = built.ranks.device, built.plan.microbatches
     for name in ("limits", "memory"):
         values = getattr(given, name)
         if isinstance(values, Sequence) and not isinstance(values, str):
@@ -139,10 +118,11 @@ def fitted(given: Any, shape: Shape, left: Sequence[int]) -> SimpleNamespace:
     fixed = isinstance(given.schedule, Plan) or is_file(given.schedule)
     if not (fixed or given.cuts is not None or not given.is_whole):
         return again
-    if given.is_whole and shape.starts:
-        again.cuts = list(shape.starts)
-    bounds = balance(shape.costs, count).bounds
-    again.schedule = contiguous(count, bounds, shape.microbatches)
+    if given.is_whole and built.starts:
+        again.cuts = list(built.starts)
+    needs = built.table.needs
+    costs = [1.0] * built.plan.stages if needs is None else [sum(need.work) for need in needs]
+    again.schedule = contiguous(count, balance(costs, count).bounds, again.microbatches)
     return again
 
 

@@ -78,7 +78,6 @@ class Told:
     recoveries: list[Any] = field(default_factory=list)
     ranks: int = 0
     error: str = ""
-    bytes: int = 0
     drawings: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     """From each detection until the next step was committed."""
@@ -271,7 +270,6 @@ def train(rank: int, job: Job) -> Told:
                 told.evals.append(pipe.eval(y, target=x).item())
             if step in job.saves:
                 pipe.save(job.folder, optimizer)
-        told.bytes = pipe._elastic._mirrors.bytes if pipe._elastic else 0
         told.state = pipe.state_dict(gathered=True)
     told.ranks = pipe.plan.ranks
     return told
