@@ -161,7 +161,10 @@ def plain(job: Job, without: Sequence[int] = ()) -> Told:
 
 
 def _optimizer(net: Any) -> tuple[torch.optim.Optimizer, Any]:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": 0.0}, {"params": []}]
+    for name, parameter in net.named_parameters():
+        groups["norm" not in name]["params"].append((name, parameter))
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
 
 
