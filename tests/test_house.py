@@ -33,7 +33,7 @@ BUDGETS = {
     "stage": 2_243,
     "transport": 3_853,
     "runtime": 5_823,
-    "train": 5_159,
+    "train": 5_183,
     "checkpoint": 1_846,
     "render": 913,
     "cli": 1_710,

@@ -351,7 +351,7 @@ def _device_of(given: SimpleNamespace) -> torch.device | None:
     return next((device for device in devices if device.type not in ("cpu", "meta")), None)
 
 
-def _plan_of(given: SimpleNamespace, ranks: int) -> Plan:
+def plan_of(given: SimpleNamespace, ranks: int) -> Plan:
     """The plan for so many ranks."""
     schedule, microbatches, stages = _opened(given.schedule), given.microbatches, None
     if given.cuts is not None:
@@ -396,7 +396,7 @@ def _cut(
     cut_already = not given.is_whole or given.cuts is not None or given.measure
     if is_file(given.schedule) and not cut_already:
         given.cuts = read_cuts(given.schedule)
-    plan = _plan_of(given, ranks.size)
+    plan = plan_of(given, ranks.size)
     if given.is_own:
         own = ranks.stages_of(plan)
         if not set(own) <= set(given.model) <= set(range(plan.stages)):

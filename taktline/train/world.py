@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
-from taktline.errors import LostRankError
+from taktline.errors import LostRankError, ScheduleError
 from taktline.plan import Plan
 from taktline.plan.partition import balance
 from taktline.plan.units import contiguous
 from taktline.private import private
-from taktline.train.auto import is_auto
-from taktline.train.build import Built, is_file
+from taktline.train.build import Built, is_file, plan_of
 from taktline.transport.communicators import default_group
 from taktline.transport.control_plane import Member, PeerFailure, Plane
 from taktline.transport.distributed import Distributed
@@ -113,10 +112,12 @@ def fitted(given: Any, built: Built, left: Sequence[int]) -> SimpleNamespace:
         values = getattr(given, name)
         if isinstance(values, Sequence) and not isinstance(values, str):
             setattr(again, name, [values[rank] for rank in left])
-    if is_auto(given.schedule):
-        again.schedule = "1f1b"
     fixed = isinstance(given.schedule, Plan) or is_file(given.schedule)
     if not (fixed or given.cuts is not None or not given.is_whole):
+        try:
+            plan_of(again, count)
+        except ScheduleError:  # it is "auto", or not for so many ranks
+            again.schedule, again.stages_per_rank = "1f1b", None
         return again
     if given.is_whole and built.starts:
         again.cuts = list(built.starts)
