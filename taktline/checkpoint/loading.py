@@ -36,6 +36,7 @@ from taktline.checkpoint.saving import (
 from taktline.checks import check
 from taktline.errors import CheckpointError
 from taktline.meta import is_sharded, name_of
+from taktline.runtime.host_optimizer import device_of_state
 from taktline.text import counted, first_of
 from taktline.transport.codec import unpack
 
@@ -283,7 +284,10 @@ class _OptimizerState:
         if isinstance(known, torch.Tensor) and (known.dtype, tuple(known.shape)) == like:
             return known
         if entry.shape == tuple(parameter.shape):
-            return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
+            device = device_of_state(self._optimizer, parameter)
+            return torch.empty_like(
+                parameter, dtype=entry.dtype, device=device, requires_grad=False
+            )
         if is_sharded(parameter) and entry.shape:
             raise CheckpointError(
                 f"{name} has the shape {list(entry.shape)} in {self._path}, and cannot be "

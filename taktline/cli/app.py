@@ -21,7 +21,7 @@ from taktline.cli.commands import balance, check, compare, plan, show, simulate
 from taktline.cli.explorer import explore
 from taktline.cli.fit import fit
 from taktline.cli.optimise import optimise
-from taktline.cli.options import Size, Times
+from taktline.cli.options import Size, Times, Within
 from taktline.cli.ranks import demo, doctor
 from taktline.errors import InvalidPlanError, TaktlineError
 
@@ -76,12 +76,12 @@ def _main(
 
 
 def _as_command(command: Callable[..., None]) -> Callable[..., None]:
-    """A function as a command; in place of an argument of type Size or Times, it has its fields."""
+    """A function as a command; in place of an argument of type Size, it has its fields."""
     options: list[inspect.Parameter] = []
     groups: dict[str, type[Size]] = {}
     for name, option in inspect.signature(command, eval_str=True).parameters.items():
         inner = [option]
-        if option.annotation in (Size, Times):
+        if option.annotation in (Size, Times, Within):
             groups[name] = option.annotation
             inner = inspect.signature(option.annotation, eval_str=True).parameters.values()
         options += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inner]

@@ -14,7 +14,7 @@ from taktline.cli.options import (
     Json,
     Predict,
     Size,
-    Times,
+    Within,
     complete,
     complete_name,
     echo_json,
@@ -123,7 +123,7 @@ def show(
         ..., metavar="FILE|NAME…", help="Plans, timelines or schedules.", autocompletion=complete
     ),
     *,
-    times: Times,
+    times: Within,
     predict: Predict = False,
     output: Path | None = typer.Option(
         None,
@@ -172,7 +172,7 @@ def simulate(
         ..., metavar="FILE|NAME", help="A plan or a schedule.", autocompletion=complete
     ),
     *,
-    times: Times,
+    times: Within,
     json: Json = False,
 ) -> None:
     """Simulate a plan: busy and idle time, bubble and peak memory of each rank.
@@ -184,6 +184,7 @@ def simulate(
 
     - `taktline simulate plan.csv --forward 1 --backward 1.1 --weight 0.9 --comm 0.05`
     - `taktline simulate zb_h1 -r 8 -m 24`
+    - `taktline simulate 1f1b --memory 2 --offload 1`
     """
     timeline, *_ = times.timelines([target], predict=True)
     if not json:
@@ -226,7 +227,8 @@ def _print_ranks(timeline: Timeline) -> None:
     unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
     least = timeline.bound
     floors = least and (least.bubble_of_makespan, least.bubble)
-    floor = floors and "no plan at this memory is below {:.2%}, and {:.2%}\n".format(*floors)
+    at = "" if plan.saves_memory else " at this memory"
+    floor = floors and "no plan{} is below {:.2%}, and {:.2%}\n".format(at, *floors)
     typer.echo(
         f"makespan {timeline.makespan:.6g}{unit}; bubble {timeline.bubble():.2%} of it, "
         f"{timeline.bubble('span'):.2%} of the longest rank's own span\n{floor or ''}"
@@ -242,7 +244,7 @@ def compare(
         autocompletion=complete,
     ),
     *,
-    times: Times,
+    times: Within,
     predict: Predict = False,
     json: Json = False,
 ) -> None:
@@ -258,6 +260,7 @@ def compare(
     - `taktline compare`
     - `taktline compare 1f1b zb_h1 zbv --ranks 8 --microbatches 32 --comm 0.05`
     - `taktline compare measured.json --predict`
+    - `taktline compare --memory 2 --offload 0.8 --recompute 1`, as far as they fit
     """
     trained = [name for name in plans.names() if name != "forward_only"]
     timelines = times.timelines(schedules or trained, predict=predict)

@@ -13,7 +13,7 @@ import typer
 
 from taktline import plan as plans
 from taktline.cli.commands import figures, print_schedules
-from taktline.cli.options import OUTPUT, Json, Times, echo_json
+from taktline.cli.options import OUTPUT, Json, Within, echo_json
 from taktline.plan import Costs
 from taktline.plan.io import is_timeline
 from taktline.plan.portfolio import Progress, fitting
@@ -31,16 +31,10 @@ class Shape(StrEnum):
 
 def optimise(
     *,
-    times: Times,
+    times: Within,
     placement: Annotated[
         Shape, typer.Option(help="One stage per rank, or several in a V or in a loop.")
     ] = Shape.linear,
-    memory: Annotated[
-        float | None,
-        typer.Option(
-            help="Memory of a rank: micro-batches, or bytes as in --costs (default: any)."
-        ),
-    ] = None,
     costs: Annotated[
         Path | None, typer.Option(help="Costs and memory from this plan or timeline, .json.")
     ] = None,
@@ -64,13 +58,14 @@ def optimise(
     - `taktline optimise -r 8 -m 24 --memory 8 --forward 18.5 --backward 18.1 --weight 9.3`
     - `taktline optimise -r 8 -m 24 --placement v --memory 5 -o plan.json`
     - `taktline optimise --costs measured.json --placement v --memory 8`
+    - `taktline optimise -r 4 -m 8 --memory 1.5 --offload 1.0 --recompute 1.0`
     """
     per_rank = times.stages_per_rank or 2
     used = times.costs(1 if placement is Shape.linear else per_rank, _known(costs))
     sizes: dict[str, Any] = {
         "ranks": times.ranks or 4,
         "microbatches": times.microbatches or 8,
-        "memory": memory,
+        "memory": times.memory,
         "placement": placement.value,
         "stages_per_rank": per_rank,
     }
@@ -88,7 +83,7 @@ def optimise(
         typer.echo(
             f"{output}: {counted(len(found), 'action')} of {counted(found.ranks, 'rank')}", err=json
         )
-    limits = [math.inf if memory is None else memory] * found.ranks
+    limits = [math.inf if times.memory is None else times.memory] * found.ranks
     work = Work.of(used, found.placement, found.microbatches, limits)
     named = [plan for plan in fitting(work, used) if plan != found]
     timelines = [plans.simulate(plan, used) for plan in (*named, found)]

@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
-from taktline.errors import ArgumentError, ScheduleError
+from taktline.errors import ArgumentError, CostError, ScheduleError, TaktlineError
 from taktline.plan import (
     Costs,
     Link,
     Plan,
     Timeline,
     find,
+    fit_memory,
     names,
     optimise,
     read,
@@ -26,6 +28,7 @@ from taktline.plan import (
     simulate,
 )
 from taktline.plan.io import is_timeline
+from taktline.text import size_in
 
 OUTPUT = ("--output", "-o")
 
@@ -106,7 +109,7 @@ class Times(Size):
                 f"{targets[0]} is a file and has its own numbers; leave out --ranks, "
                 "--stages-per-rank and --microbatches"
             )
-        timelines: list[Timeline] = []
+        timelines, left_out = list[Timeline](), dict[str, TaktlineError]()
         with Console(stderr=True).status("simulating …") as status:
             for target in targets:
                 status.update(f"simulating {target} …")
@@ -120,9 +123,20 @@ class Times(Size):
                     plan, known = read(target), read_costs(target)
                 if measured is None or predict:
                     costs = self.costs(plan.stages // plan.ranks, known)
-                    timelines.append(simulate(plan, costs))
+                    try:
+                        timelines.append(simulate(self.fitted(plan, costs), costs))
+                    except (ScheduleError, CostError) as error:  # there is not enough memory
+                        left_out[plan.name] = error
                 timelines += [] if measured is None else [measured]
+        if left_out and not timelines:
+            raise next(iter(left_out.values()))
+        if left_out:
+            typer.echo(f"left out, as they do not fit: {', '.join(left_out)}", err=True)
         return timelines
+
+    def fitted(self, plan: Plan, costs: Costs) -> Plan:
+        """The plan within what a rank may use."""
+        return plan
 
     def _build_beside(self, name: str, others: int) -> Plan:
         try:
@@ -130,6 +144,46 @@ class Times(Size):
         except ScheduleError as error:
             raise ScheduleError(f"{error}; a file's name ends in .csv or .json") from None
         return (replace(self, stages_per_rank=None) if fixed and others else self).build(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Within(Times):
+    """Also what ranks may use, and what saves memory; each field is an option."""
+
+    memory: Annotated[
+        float | None,
+        _option("Memory of a rank: micro-batches, or bytes as in a file's costs (default: any)."),
+    ] = None
+    offload: Annotated[
+        str | None,
+        _option("Time of a copy of what a forward keeps to the host, or its speed, like 50GB/s."),
+    ] = None
+    recompute: Annotated[
+        float | None, _option("Time of a forward that runs again for its backward.")
+    ] = None
+
+    def costs(self, share: int, known: Costs | None) -> Costs:
+        """Also with those of what saves memory."""
+        costs, part = Times.costs(self, share, known), share if known is None else 1
+        if self.recompute is not None:
+            costs = replace(costs, recompute=self.recompute / part)
+        if self.offload is None:
+            return costs
+        try:
+            return replace(costs, offload=float(self.offload) / part, reload=None)
+        except ValueError:
+            speed = size_in(self.offload.removesuffix("/s"))
+        if not speed or costs.activation is None or costs.unit not in ("s", "ms"):
+            raise ArgumentError(
+                "--offload takes a time or, for a file with costs in bytes, and in s or ms, bytes "
+                f"per second such as 50GB/s, not {self.offload!r}"
+            )
+        time = (1e3 if costs.unit == "ms" else 1.0) / speed * np.array(costs.activation)
+        return replace(costs, offload=time.tolist(), reload=None)
+
+    def fitted(self, plan: Plan, costs: Costs) -> Plan:
+        """The plan with OFFLOAD and RECOMPUTE, if the memory asks for it."""
+        return plan if self.memory is None else fit_memory(plan, costs, self.memory)
 
 
 def optimised(timelines: Sequence[Timeline], memory: float = math.inf) -> list[Timeline]:

@@ -10,6 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from taktline.errors import ScheduleError
+from taktline.plan.fit import least_memory
 from taktline.plan.memory import peak_memory
 from taktline.plan.optimise import bound, optimise
 from taktline.plan.partition import balance, cheapest
@@ -78,6 +79,11 @@ def candidates(
     for each in placements:
         bounds = tuple(range(len(units) + 1)) if placement else cut(units, each, limits)
         first, held = (_by_rank(each, part) for part in units.held(bounds))
+        if units.bandwidth and (held + first > limits).any():
+            if placement is None:  # as small as they can be, whatever there is
+                bounds = cut(units, each, [limit - max(limits) for limit in limits])
+                held = _by_rank(each, units.held(bounds)[1])
+            first = _least(units, bounds, each, microbatches, limits - held)
         lack = held + first - limits
         if (lack > 0).any():
             worst = int(lack.argmax())
@@ -102,6 +108,16 @@ def _placements(ranks: int, per_rank: Sequence[int]) -> Iterator[Placement]:
         yield Placement.loop(ranks, each)
         if each > 1 and ranks > 1:
             yield Placement.v(ranks, each)
+
+
+def _least(
+    units: Units, bounds: tuple[int, ...], placement: Placement, microbatches: int, room: FloatArray
+) -> FloatArray:
+    """What each rank keeps at least, where as much as possible is copied or computed again."""
+    costs = units.costs(bounds, placement)
+    work = Work.of(costs, placement, microbatches, [math.inf] * placement.ranks)
+    known = [least_memory(plan, costs) for plan in fitting(work, costs, slow=False)]
+    return min(known, key=lambda least: float((least - room).max()))
 
 
 def _planned(

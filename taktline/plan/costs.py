@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -124,6 +124,25 @@ class Costs:
                 "for all, or one for each"
             )
         return np.broadcast_to(np.asarray(value, np.float64), (stages,)).copy()
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether they say what a copy to the host takes, or a forward that runs again."""
+        return self.offload is not None or self.recompute is not None
+
+    def saving(self, arrives: Sequence[float], bandwidth: float) -> Costs:
+        """The same, with what saves memory: copies at a bandwidth, and forwards that run again.
+
+        ``arrives`` are the bytes of each stage's arguments, which a RECOMPUTE needs.
+
+        >>> Costs(activation=8.0).saving([2.0], bandwidth=4.0).offload
+        (2.0,)
+        """
+        stages = len(arrives)
+        keeps, again = self.of("activation", stages), self.of("forward", stages)
+        kept = np.minimum(arrives, keeps)
+        known: dict[str, Any] = {"recompute": tuple(again), "kept_for_recompute": tuple(kept)}
+        return replace(self, offload=tuple(keeps / bandwidth), reload=None, **known)
 
     @property
     def memory_unit(self) -> str:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import TypeAlias, get_args
+from typing import NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from taktline.plan.costs import Costs
 from taktline.plan.deps import GRADIENT, Where
 from taktline.plan.memory import memory_curve, peak_memory
 from taktline.plan.plan import Level, Plan
-from taktline.plan.rows import FloatArray, IntArray, Rows, as_numbers
+from taktline.plan.rows import FloatArray, Rows, as_numbers
 from taktline.plan.timeline import By, Timeline, simulate
 from taktline.plan.validate import require_valid
 from taktline.plan.work import MARGIN
@@ -63,9 +62,9 @@ def fit_memory(
         )
     if (peak_memory(plan, costs) <= limits * (1 + MARGIN)).all():
         return plan
-    if costs.offload is None and costs.recompute is None:
+    if not costs.saves_memory:
         raise CostError(
-            "the plan needs more memory, and the costs do not say what saves it: pass Costs with "
+            f"plan {plan.name!r} needs more memory, and the costs do not say what saves it: pass "
             "offload, the time of a copy to the host, or recompute, that of a forward again"
         )
     timeline, found = simulate(plan, costs), list[tuple[tuple[float, float], int, Plan]]()
@@ -78,6 +77,17 @@ def fit_memory(
         best = min(found, key=lambda each: each[:2])[2]
         timeline = simulate(best, costs)
     return min(found, key=lambda each: each[:2])[2]
+
+
+def least_memory(plan: Plan, costs: Costs) -> FloatArray:
+    """The least that :func:`fit_memory` can do with on each rank.
+
+    >>> from taktline.plan import build
+    >>> least_memory(build("gpipe", ranks=2, microbatches=8), Costs(offload=1.0))
+    array([2., 2.])
+    """
+    ranks = _ranks(plan, simulate(plan, costs), costs, [math.inf] * plan.ranks)
+    return np.minimum(peak_memory(plan, costs), [rank.least(costs).peak for rank in ranks])
 
 
 def limits_of(name: str, given: Memory, ranks: int) -> FloatArray:
@@ -94,27 +104,7 @@ def limits_of(name: str, given: Memory, ranks: int) -> FloatArray:
     return np.broadcast_to(limits, ranks).astype(float)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Lives:
-    """The activations of a rank, a number each."""
-
-    stage: IntArray
-    microbatch: IntArray
-    made: IntArray
-    """The step of its F."""
-    used: IntArray
-    """That of its B or I."""
-    moved: FloatArray
-    """What an OFFLOAD frees."""
-    less: FloatArray
-    """What recomputation saves."""
-    offload: FloatArray
-    reload: FloatArray
-    recompute: FloatArray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Choice:
+class _Choice(NamedTuple):
     """What becomes of a rank's activations."""
 
     copies: dict[int, tuple[int, int]]
@@ -124,60 +114,79 @@ class _Choice:
     peak: float
 
 
+def _ranks(plan: Plan, timeline: Timeline, costs: Costs, hosts: Sequence[float]) -> Iterator[_Rank]:
+    during, where = memory_curve(plan, costs)[0], Where(plan)
+    for rank, host in enumerate(hosts):
+        yield _Rank(plan, rank, timeline, costs, during, where, host)
+
+
 class _Rank:
-    """The steps of a rank, an overlapped pair being one, with their times and memory."""
+    """A rank's steps, an overlapped pair being one, and its activations, a number each."""
 
     def __init__(
-        self, timeline: Timeline, rank: int, plan: Plan, costs: Costs, host: float
+        self,
+        plan: Plan,
+        rank: int,
+        timeline: Timeline,
+        costs: Costs,
+        during: FloatArray,
+        where: Where,
+        host: float,
     ) -> None:
         self.rows, self.host = plan.rows_of(rank), host
-        self.first = np.flatnonzero(~self.rows.second_of_pair())
+        rows = self.rows
+        steps, offset = ~rows.second_of_pair(), int(plan.offsets[rank])
+        self.first = np.flatnonzero(steps)
         """The first row of each step."""
-        mine = slice(int(plan.offsets[rank]), int(plan.offsets[rank + 1]))
-        during, _ = memory_curve(plan, costs)
-        self.level = np.maximum.reduceat(during[mine], self.first)
-        timed = timeline.plan
-        runs = timed.rank_of_rows() == rank
-        runs &= (timed.rows.kind <= Kind.W) & (timed.rows.kind != Kind.RECOMPUTE)
-        self.start = timeline.start[runs][self.first].tolist()
-        self.end = timeline.end[runs][self.first].tolist()
-        self.lives = self._lives(plan, costs, mine.start)
-
-    def _lives(self, plan: Plan, costs: Costs, offset: int) -> _Lives:
-        step_of = np.cumsum(~self.rows.second_of_pair()) - 1
-        at = np.flatnonzero(self.rows.kind == Kind.F)
-        stage, microbatch = self.rows.stage[at], self.rows.microbatch[at]
-        back = Where(plan).rows(GRADIENT, stage, microbatch) - offset
+        self.level = np.maximum.reduceat(during[offset : offset + len(rows)], self.first)
+        timed = timeline.plan.rows
+        runs = (timed.kind <= Kind.W) & (timed.kind != Kind.RECOMPUTE)
+        runs &= timeline.plan.rank_of_rows() == rank
+        self.start, self.end = (x[runs][self.first] for x in (timeline.start, timeline.end))
+        step_of, at = np.cumsum(steps) - 1, np.flatnonzero(rows.kind == Kind.F)
+        self.stage, self.microbatch = stage, number = rows.stage[at], rows.microbatch[at]
+        self.made, self.used = step_of[at], step_of[where.rows(GRADIENT, stage, number) - offset]
+        """The steps of F, and of B or I."""
         parts = ("activation", "offloadable", "kept_for_recompute")
-        whole, moved, kept = (costs.keeps(plan.placement, part)[stage] for part in parts)
+        whole, self.moved, kept = (costs.keeps(plan.placement, part)[stage] for part in parts)
+        self.less = whole - kept
+        """What recomputation saves; ``moved`` is what an OFFLOAD does."""
         names = ("offload", "reload", "recompute")
-        times = [costs.of(name, plan.stages)[stage] for name in names]
-        return _Lives(stage, microbatch, step_of[at], step_of[back], moved, whole - kept, *times)
+        self.offload, self.reload, self.recompute = (
+            costs.of(name, plan.stages)[stage] for name in names
+        )
 
     def choose(self, limit: float, pace: float | None, every: bool, again: bool) -> _Choice:
         """Copies with engines that take ``pace`` of their time, and then what is recomputed.
 
         At a pace of 1 they are hidden; at 0, the rank waits for each. None: there are no copies.
         """
-        repeated, lives = list[int](), self.lives
-        picked = self._within_host(range(len(lives.stage)) if every else ())
-        cost = lives.recompute - (
-            np.array(self.start)[lives.used] - np.append(0.0, self.end)[lives.used]
-        )
+        made, used, slow = self.made, self.used, pace or 0.0
+        picked = self._within_host(range(len(made)) if every else ())
+        repeated, free = list[int](), (self.moved > 0) & (pace is not None)
+        free[picked] = False
+        begin = self.end[made] + slow * self.offload
+        until = self.start[used] - slow * self.reload
+        longest = np.argsort(begin - until, kind="stable")
+        cost = self.recompute - (self.start[used] - np.append(0.0, self.end)[used])
         # What fits into idle time is free; the longest of these first.
-        cost = np.maximum(cost, 0.0) / np.maximum(lives.less, 1e-300)
-        order = np.lexsort((lives.made - lives.used, cost))
+        order = np.lexsort((made - used, np.maximum(cost, 0.0) / np.maximum(self.less, 1e-300)))
         while True:
-            copies = self._placed(picked, pace or 0.0)
+            copies = self._placed(picked, slow)
             level = self._level(copies, repeated)
-            over = np.flatnonzero(level > limit)
-            more = list[int]()
-            if len(over) and pace is not None and not repeated:
-                more = self._picked(limit, pace, picked, level)
-                picked = picked + more
-            if len(over) and again and not more:
-                step = over[0]
-                spans = (lives.made <= step) & (step < lives.used) & (lives.less > 0)
+            over, more, left = np.flatnonzero(level > limit).tolist(), list[int](), level.copy()
+            for step in over if not repeated else ():
+                away = free & (made + 1 < step) & (step < used)
+                away &= (begin <= self.start[step]) & (self.end[step] <= until)
+                found = longest[away[longest]]
+                before = np.cumsum(self.moved[found]) - self.moved[found]
+                for life in found[before < left[step] - limit].tolist():
+                    left[step : used[life]] -= self.moved[life]
+                    free[life] = False
+                    more.append(life)
+            picked = self._within_host([*picked, *more]) if more else picked
+            if over and again and not more:
+                spans = (made <= over[0]) & (over[0] < used) & (self.less > 0)
                 spans[repeated] = False
                 more = order[spans[order]][:1].tolist()
                 repeated = repeated + more
@@ -185,83 +194,54 @@ class _Rank:
             if not more:
                 return _Choice(copies, repeated, float(level.max()))
 
-    def extremes(self, copies: bool, again: bool) -> Iterator[_Choice]:
-        """What saves most: all copied, all recomputed, and for each stage what saves more of it."""
-        lives, every = self.lives, list(range(len(self.lives.stage)))
-        smaller = [life for life in every if lives.moved[life] > lives.less[life]]
+    def least(self, costs: Costs) -> _Choice:
+        """What saves most: all copied, all recomputed, or for each stage what saves more of it."""
+        copies, again, found = (
+            costs.offload is not None,
+            costs.recompute is not None,
+            list[_Choice](),
+        )
+        every = list(range(len(self.made)))
+        smaller = [life for life in every if self.moved[life] > self.less[life]]
         for picked in ([every] * copies) + [[]] * again + [smaller] * (copies and again):
             placed = self._placed(self._within_host(picked), 0.0)
             rest = [life for life in every if again and life not in placed]
-            repeated = rest if lives.less.any() and picked != every else []
-            yield _Choice(placed, repeated, float(self._level(placed, repeated).max()))
-
-    def _picked(
-        self, limit: float, pace: float, known: list[int], level: FloatArray | None = None
-    ) -> list[int]:
-        """Further activations whose copies should suffice, those first that live longest."""
-        lives, level = self.lives, self.level.copy() if level is None else level.copy()
-        host = self._held(known)
-        begin = [self.end[made] for made in lives.made] + pace * lives.offload
-        away = np.maximum(np.searchsorted(self.start, begin), lives.made + 2)
-        until = np.array(self.start)[lives.used] - pace * lives.reload
-        back = np.minimum(np.searchsorted(self.end, until, side="right"), lives.used)
-        order = np.argsort(-(until - begin), kind="stable")
-        free = (lives.moved > 0) & (away < back)
-        free[known] = False
-        picked = list[int]()
-        for step in range(len(level)):
-            for life in order[(free & (away <= step) & (step < back))[order]].tolist():
-                if level[step] <= limit:
-                    break
-                held = slice(int(lives.made[life]) + 1, int(lives.used[life]) + 1)
-                if host[held].max() + lives.moved[life] > self.host:
-                    continue
-                picked.append(life)
-                free[life] = False
-                host[held] += lives.moved[life]
-                level[away[life] : back[life]] -= lives.moved[life]
-        return picked
+            repeated = rest if self.less.any() and picked != every else []
+            found.append(_Choice(placed, repeated, float(self._level(placed, repeated).max())))
+        return min(found, key=lambda choice: choice.peak)
 
     def _within_host(self, picked: Iterable[int]) -> list[int]:
         """As many of these as the host can hold, those first that live longest."""
-        lives, kept, host = self.lives, list[int](), self._held([])
-        for life in sorted(picked, key=lambda life: lives.made[life] - lives.used[life]):
-            held = slice(int(lives.made[life]) + 1, int(lives.used[life]) + 1)
-            if host[held].max() + lives.moved[life] <= self.host:
-                host[held] += lives.moved[life]
+        kept, host = list[int](), np.zeros(len(self.level))
+        for life in sorted(picked, key=lambda life: self.made[life] - self.used[life]):
+            held = slice(int(self.made[life]) + 1, int(self.used[life]) + 1)
+            if host[held].max() + self.moved[life] <= self.host:
+                host[held] += self.moved[life]
                 kept.append(life)
         return kept
-
-    def _held(self, picked: Iterable[int]) -> FloatArray:
-        """What the host holds at each step."""
-        host = np.zeros(len(self.level))
-        for life in picked:
-            made, used = int(self.lives.made[life]), int(self.lives.used[life])
-            host[made + 1 : used + 1] += self.lives.moved[life]
-        return host
 
     def _placed(self, picked: Iterable[int], pace: float) -> dict[int, tuple[int, int]]:
         """Before which steps to copy: to the host as early as possible, and back as late.
 
         An activation for which this leaves no time stays.
         """
-        lives, start, end, soonest = self.lives, self.start, self.end, math.inf
-        picked, back = sorted(picked, key=lambda life: int(lives.made[life])), dict[int, int]()
-        for life in sorted(picked, key=lambda life: -int(lives.used[life])):
-            used = int(lives.used[life])
-            begin = min(start[used], soonest) - pace * float(lives.reload[life])
+        start, end, soonest = self.start.tolist(), self.end.tolist(), math.inf
+        picked, back = sorted(picked, key=lambda life: int(self.made[life])), dict[int, int]()
+        for life in sorted(picked, key=lambda life: -int(self.used[life])):
+            used = int(self.used[life])
+            begin = min(start[used], soonest) - pace * float(self.reload[life])
             step = min(bisect_right(end, begin + _LITTLE * abs(begin)), used)
-            if step >= lives.made[life] + 2:
+            if step >= self.made[life] + 2:
                 back[life], soonest = step, begin
         reloads, copies, ends = sorted(back.values()), dict[int, tuple[int, int]](), -math.inf
         waiting = [life for life in picked if life in back][::-1]
         for step in range(1, len(end)):
             while waiting and back[waiting[-1]] <= step:
                 waiting.pop()
-            if not waiting or lives.made[waiting[-1]] >= step:
+            if not waiting or self.made[waiting[-1]] >= step:
                 continue
             begin = max(end[step - 1], ends)
-            over = begin + pace * float(lives.offload[waiting[-1]])
+            over = begin + pace * float(self.offload[waiting[-1]])
             following = start[reloads[bisect_right(reloads, step)]]
             # The rank's next copy waits for this one, as this one has waited for the last.
             if begin <= start[step] + _LITTLE * begin and over <= following + _LITTLE * over:
@@ -271,38 +251,31 @@ class _Rank:
 
     def _level(self, copies: dict[int, tuple[int, int]], again: Iterable[int]) -> FloatArray:
         """The memory at each step."""
-        level, lives = self.level.copy(), self.lives
+        level = self.level.copy()
         steps = sorted({step for both in copies.values() for step in both})
         for life, (out, back) in copies.items():
-            level[steps[bisect_left(steps, out) + 1] : back] -= lives.moved[life]
+            level[steps[bisect_left(steps, out) + 1] : back] -= self.moved[life]
         for life in again:
-            level[lives.made[life] : lives.used[life]] -= lives.less[life]
+            level[self.made[life] : self.used[life]] -= self.less[life]
         return level
 
     def with_actions(self, choice: _Choice) -> Rows:
         """The rank's rows with those of a choice. At a step, RELOADs are before OFFLOADs."""
-        lives = self.lives
-        rows = [
-            *(
-                (back, 0, lives.used[life], Kind.RELOAD, life)
-                for life, (_, back) in choice.copies.items()
-            ),
-            *(
-                (out, 1, lives.made[life], Kind.OFFLOAD, life)
-                for life, (out, _) in choice.copies.items()
-            ),
-            *((int(lives.used[life]), 2, 0, Kind.RECOMPUTE, life) for life in choice.again),
-        ]
+        rows = [(int(self.used[life]), 2, 0, Kind.RECOMPUTE, life) for life in choice.again]
+        for life, (out, back) in choice.copies.items():
+            rows.append((out, 1, int(self.made[life]), Kind.OFFLOAD, life))
+            rows.append((back, 0, int(self.used[life]), Kind.RELOAD, life))
         if not rows:
             return self.rows
         step, _, _, kind, life = np.array(sorted(rows)).T
-        new = Rows.of(kind, lives.stage[life], lives.microbatch[life])
+        new = Rows.of(kind, self.stage[life], self.microbatch[life])
         anchor = np.concatenate([self.first[step], np.arange(len(self.rows))])
         return Rows.concatenate([new, self.rows])[np.argsort(anchor, kind="stable")]
 
 
 _LITTLE = 1e-9
-_WAYS = [*product((1.0, 0.5, 0.0), (False, True), (False, True)), (None, False, True)]
+_PACES = (1.0, 0.85, 0.7, 0.5, 0.25, 0.0)
+_WAYS = [*product(_PACES, (False, True), (False, True)), (None, False, True)]
 """The pace of copies, if there are any; whether all is copied; whether the rest is recomputed."""
 
 
@@ -310,28 +283,24 @@ def _fitted(
     plan: Plan, timeline: Timeline, costs: Costs, limits: FloatArray, hosts: FloatArray
 ) -> Iterator[Plan]:
     """The plan in several ways, each within the memory; an error if there is none."""
-    can_copy, can_repeat = costs.offload is not None, costs.recompute is not None
     ways = [
         (pace, every, again)
         for pace, every, again in _WAYS
-        if (pace is None or can_copy) and (can_repeat or not again)
+        if (pace is None or costs.offload is not None)
+        and (costs.recompute is not None or not again)
     ]
-    options: list[list[Rows]] = []
-    short: list[str] = []
-    for rank, limit in enumerate((limits * (1 + MARGIN)).tolist()):
-        if peak_memory(plan, costs)[rank] <= limit:
-            options.append([plan.rows_of(rank)] * len(ways))
+    options, short, most = list[list[Rows]](), list[str](), limits * (1 + MARGIN)
+    peaks = peak_memory(plan, costs)
+    for rank, subject in enumerate(_ranks(plan, timeline, costs, hosts.tolist())):
+        limit = float(most[rank])
+        if peaks[rank] <= limit:
+            options.append([subject.rows] * len(ways))
             continue
-        subject = _Rank(timeline, rank, plan, costs, float(hosts[rank]))
-        least = min(subject.extremes(can_copy, can_repeat), key=lambda choice: choice.peak)
-        choices = [subject.choose(limit, *way) for way in ways]
-        fits = [choice for choice in choices if choice.peak <= limit]
-        if not fits and least.peak > limit:
+        least, choices = subject.least(costs), [subject.choose(limit, *way) for way in ways]
+        fits = [choice if choice.peak <= limit else least for choice in choices]
+        if min(choice.peak for choice in fits) > limit:
             short.append(f"rank {rank} needs at least {least.peak:.10g}, not {limits[rank]:g}")
-            continue
-        options.append(
-            [subject.with_actions(choice if choice.peak <= limit else least) for choice in choices]
-        )
+        options.append([subject.with_actions(choice) for choice in fits])
     if short:
         raise ScheduleError(f"plan {plan.name!r} does not fit into the memory: {'; '.join(short)}")
     for by_rank in zip(*options, strict=True):

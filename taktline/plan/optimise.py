@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, TypeAlias, get_args
 
@@ -37,13 +36,15 @@ def bound(
 ) -> Bound:
     """What no plan can beat with these costs, in this memory.
 
-    The arguments are those of :func:`optimise`. With ``seconds``, the solver tries for as long to
+    The arguments are those of :func:`optimise`; where the costs name what saves memory, it is no
+    limit. With ``seconds``, the solver tries for as long to
     prove more; it needs the extra ``taktline[solve]``.
 
     >>> bound(Costs(), ranks=4, microbatches=8).bubble_of_makespan
     0.1111111111111111
     """
-    work = _work(costs, ranks, microbatches, memory, placement, stages_per_rank)
+    given = None if check("costs", costs, Costs, error=CostError).saves_memory else memory
+    work = _work(costs, ranks, microbatches, given, placement, stages_per_rank)
     found = lower_bound(work, costs)
     if seconds is None:
         return found
@@ -94,8 +95,8 @@ def optimise(
     """The best plan that is found for these costs, in this memory.
 
     ``memory`` is in ``costs.memory_unit``: one number for all ranks, or one for each.
-    Where less is given than any plan needs that keeps all, and the costs name ``offload`` or
-    ``recompute``, plans are fitted into it by :func:`fit_memory`, with up to ``host``. A
+    Where the costs name ``offload`` or ``recompute``, schedules that need more are fitted into it
+    by :func:`fit_memory`, with up to ``host``, and compared with plans that keep all. A
     ``placement`` by name has one stage per rank if it is linear, and ``stages_per_rank`` otherwise.
     ``by`` is what is made short: the longest own span of a rank, or the makespan. The search has a
     number of ``rounds``, which ``seconds`` may only cut short: then, and after Ctrl-C, the result
@@ -117,9 +118,8 @@ def optimise(
         check_callable("progress", progress)
     if solver:
         solvers.require()
-    scarce = False
-    given, saves = memory, costs.offload is not None or costs.recompute is not None
-    if given is not None and saves:
+    scarce, given = False, memory
+    if given is not None and costs.saves_memory:
         limits, least = limits_of("memory", given, placement.ranks), _least(costs, placement)
         scarce, memory = bool((limits < least).any()), np.maximum(limits, least).tolist()
     work = _work(costs, ranks, microbatches, memory, placement, stages_per_rank)
@@ -130,19 +130,31 @@ def optimise(
         if not search.plans and not search.orders:
             raise
     found = search.best()
-    return _fitted(found, costs, given, host, by) if scarce and given is not None else found
+    if given is None or not costs.saves_memory or (search.large and not scarce):
+        return found
+    return _fitted(found, costs, given, host, by)
 
 
 def _fitted(plan: Plan, costs: Costs, memory: Memory, host: Memory | None, by: By) -> Plan:
-    """The best in less memory of this plan and of all schedules with its placement."""
+    """The best in this memory of a plan and of all schedules with its placement."""
     work = _work(costs, None, plan.microbatches, None, plan.placement, 1)
-    found, known = list[Plan](), [plan, *fitting(work, costs)]
-    for each in known:
-        with suppress(ScheduleError):  # this one needs more
-            found.append(fit_memory(each, costs, memory, host=host, by=by))
-    if not found:
-        return fit_memory(plan, costs, memory, host=host, by=by)  # which says what it needs
-    return min(found, key=lambda plan: simulate(plan, costs).cost(by))
+
+    def cost(plan: Plan) -> float:
+        return simulate(plan, costs).cost(by)
+
+    best, short = None, None
+    for each in [plan, *fitting(work, costs)]:
+        if best is None or cost(each) < cost(best):  # what saves memory makes no plan quicker
+            try:
+                made = fit_memory(each, costs, memory, host=host, by=by)
+            except ScheduleError as error:  # this one needs more
+                short = short or error
+                continue
+            best = made if best is None or cost(made) < cost(best) else best
+    if best is None:
+        assert short is not None
+        raise short
+    return best
 
 
 def _least(costs: Costs, placement: Placement) -> FloatArray:

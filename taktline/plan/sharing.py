@@ -87,7 +87,6 @@ def _shared(plan: Plan, costs: Costs, cores: float) -> Timeline:
     the other.
     """
     left, waits, channel = costs.durations(plan), needs(plan).waits.tolist(), channels(plan)
-    left[plan.rows.kind > Kind.W] = 0.0  # copies need no core
     # A gradient is as large as its activation, which the stage before has sent.
     of_stage = np.maximum(plan.rows.stage - (plan.rows.kind != Kind.F), 0)
     occupies = costs.of("message_bytes", plan.stages)[of_stage] / costs.link.bandwidth

@@ -49,6 +49,8 @@ class Units:
     spinning: bool = False
     """Whether a rank that waits slows the others like one that computes, until its step ends."""
     unit: str = ""
+    bandwidth: float = 0.0
+    """Bytes that a rank copies to its host in a unit of time; 0: it keeps all activations."""
 
     def __len__(self) -> int:
         return self.times.shape[1]
@@ -71,7 +73,7 @@ class Units:
         flight, size = max(0.0, self.flight - self.send), float(np.median(sizes))
         occupies = size >= _LARGE and flight > 0
         forward, backward, inputs, weights = (tuple(row) for row in times.tolist())
-        return Costs(
+        costs = Costs(
             forward=forward,
             backward=backward,
             backward_input=inputs,
@@ -81,6 +83,8 @@ class Units:
             activation=tuple(self.held(bounds)[0].tolist()),
             unit=self.unit,
         )
+        arrives = np.append(0.0, sizes[:-1])
+        return costs.saving(arrives.tolist(), self.bandwidth) if self.bandwidth else costs
 
 
 def contiguous(ranks: int, bounds: Sequence[int], microbatches: int) -> Plan:

@@ -251,8 +251,7 @@ def _instruction(
     """The instruction of an action; None if this kind of stage has nothing to do for it."""
     stage, m, work, port = action.stage, action.microbatch, works[action.stage], ports[action.stage]
     if m is None:
-        sync = stages[stage].grad_sync
-        return None if sync is None else _sync_instruction(action, sync)
+        return _of_weights(action, stages[stage])
     before, after = (
         f"rank {rank_of[s]}" if 0 <= s < len(rank_of) else "" for s in (stage - 1, stage + 1)
     )
@@ -280,8 +279,18 @@ def _instruction(
     return Instruction(action, partial(run, m), arrives and partial(arrives.discard, m), waits)
 
 
+def _of_weights(action: Action, stage: PipelineStage) -> Instruction | None:
+    """The instruction of UNSHARD, RESHARD or REDUCE_GRAD; None where a stage needs none."""
+    sync, streamed = stage.grad_sync, stage.streamed
+    if streamed is not None and action.kind == Kind.UNSHARD:
+        return Instruction(action, streamed.fetch, None)
+    if streamed is not None and action.kind == Kind.RESHARD:
+        return Instruction(action, streamed.release, streamed.release)
+    return None if sync is None else _sync_instruction(action, sync)
+
+
 def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:
-    """The instruction of UNSHARD, RESHARD or REDUCE_GRAD on a wrapped stage."""
+    """The same of a wrapped stage."""
     waits = "the replicas of this rank"
     if action.kind == Kind.REDUCE_GRAD:
         return Instruction(action, sync.reduce, sync.forgo_reduce, waits)

@@ -96,11 +96,6 @@ class SavingWork(Work):
     def _forward_briefly(self, microbatch: int) -> None:
         """Keep what has arrived, and not what the backward needs."""
         into, feed, values = self.ports.activations_in, self._feed, None
-        if self._stage.grad_sync is not None:
-            raise OffloadError(
-                "RECOMPUTE of a stage in DDP or FSDP, which take each forward for one of its own; "
-                "checkpoint its blocks instead, in prepare="
-            )
         if into is not None:
             values = into.take(microbatch)
             if self.arrived is not None:
@@ -198,21 +193,12 @@ class Again:
 
 
 def _buffers_of(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    return [
-        (inner, name)
-        for inner in module.modules()
-        for name, buffer in inner._buffers.items()
-        if buffer is not None
-    ]
+    return [(inner, name) for inner in module.modules() for name in inner._buffers]
 
 
 def _copies(buffers: Sequence[tuple[nn.Module, str]]) -> list[_Buffer]:
     found = ((module, name, module._buffers[name]) for module, name in buffers)
-    return [
-        (module, name, buffer, buffer.clone())
-        for module, name, buffer in found
-        if buffer is not None
-    ]
+    return [(m, name, buffer, buffer.clone()) for m, name, buffer in found if buffer is not None]
 
 
 def _put_back(

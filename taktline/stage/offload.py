@@ -15,6 +15,7 @@ can be part of a CUDA graph.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -65,8 +66,9 @@ class Copies:
                 "TAKTLINE_HOST_BYTES to what a rank may use"
             )
         try:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pins)
-        except RuntimeError as error:
+            make = _pinned if self._pins and nbytes else torch.empty
+            buffer = make(nbytes, dtype=torch.uint8)
+        except (RuntimeError, OSError) as error:
             raise OffloadError(
                 f"the host has no {size_text(nbytes)} more beside {size_text(self.held)} of this "
                 f"rank: {str(error).partition(chr(10))[0]}; offload fewer micro-batches"
@@ -106,6 +108,17 @@ class Copies:
 def copies_on(device: torch.device) -> Copies:
     """The copies of a device, which all stages of this process share."""
     return Copies(device)
+
+
+def _pinned(nbytes: int, *, dtype: torch.dtype) -> torch.Tensor:
+    """Pinned memory of just this size, in pages of its own; that of torch is up to twice as large.
+
+    It is never given back: its buffers are used again until the process ends.
+    """
+    buffer = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype)
+    cuda: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
+    return buffer
 
 
 def _host_limit() -> int:
@@ -180,7 +193,7 @@ class Activations:
                 self._moved.append((storage, copies.take(storage.nbytes())))
         noted.clear()
         self._left = copies.copy(
-            ((host, _bytes_of(storage)) for storage, host in self._moved), inward=False
+            ((host, raw(storage)) for storage, host in self._moved), inward=False
         )
 
     def release(self) -> None:
@@ -198,7 +211,7 @@ class Activations:
             storage.resize_(host.nbytes)
         self._is_there = True
         self._arrived = self._copies.copy(
-            ((_bytes_of(storage), host) for storage, host in self._moved), inward=True
+            ((raw(storage), host) for storage, host in self._moved), inward=True
         )
 
     def arrive(self) -> None:
@@ -220,5 +233,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout == torch.strided
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def raw(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The bytes of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

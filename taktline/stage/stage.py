@@ -23,6 +23,7 @@ from taktline.stage.grad_sync import GradSync, sync_of
 from taktline.stage.names import Tie, declared
 from taktline.stage.offload import Activations, copies_on
 from taktline.stage.split_backward import Root, Splitter, accumulate
+from taktline.stage.streaming import Streamed
 
 Changing: TypeAlias = dict[tuple[bool, ...], list[tuple[nn.Module, str]]]
 """Buffers, as a module and a name, by whether the modules with buffers are in training mode."""
@@ -100,6 +101,8 @@ class PipelineStage:
         """What the forwards of offloaded micro-batches have saved, from F to B or I."""
         self.copied = self.most_on_host = 0
         """The most bytes that were copied to the host of one micro-batch, and that were there."""
+        self.streamed: Streamed | None = None
+        """Its frozen weights, if they are on the host between uses."""
         self.changing: Changing = {}
         """The buffers that a forward changes, which a recomputed one must not change twice."""
         self._weights_due: dict[int, Callable[[], object]] = {}
@@ -241,6 +244,8 @@ class PipelineStage:
         self._weights_due.clear()
         while self.away:
             self.away.popitem()[1].forget()
+        if self.streamed is not None:
+            self.streamed.release()
         if self._sync is not None:
             self._sync.forget()
 

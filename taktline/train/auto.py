@@ -28,7 +28,7 @@ from taktline.text import counted, size_in
 from taktline.train.rank_limits import held_by
 from taktline.train.ranks import Ranks
 from taktline.train.stage_table import StageNeeds, measure
-from taktline.train.trial import Batches, copies, timed, traced, units_of
+from taktline.train.trial import Batches, copies, speeds, timed, traced, units_of
 
 _FINALISTS = 3
 """So many plans of a kind are timed on the ranks."""
@@ -90,6 +90,7 @@ def choose(given: SimpleNamespace, ranks: Ranks) -> str:
         fine = together(ranks, lambda m=m: _finest(given, ranks.size, batches[m]))
         starts[m] = ["", *fine.starts]
         units = _units(given, fine, ranks, batches[m])
+        units = _copying(units, ranks) if limits else units
         search = lambda m=m, u=units: candidates(  # noqa: E731
             u, ranks.size, m, per_rank=per_rank, memory=limits, seconds=_SECONDS / len(numbers)
         )
@@ -136,6 +137,7 @@ def rechosen(built: Any) -> tuple[Plan, str]:
         )
         held = dict(pair for process in weights for pair in process)
         units = _with_sizes(units, [held[stage] for stage in range(plan.stages)], needs)
+        units = _copying(units, ranks) if limits else units
 
         def search() -> list[Candidate]:
             options: Any = {"memory": limits, "seconds": _SECONDS, "also": plan}
@@ -285,6 +287,17 @@ def _units(given: SimpleNamespace, fine: Pieces, ranks: Ranks, batches: Batches)
         steps = traced(made, find("1f1b").build(ranks.size, m), ranks, batches)
         units = with_overhead(units, steps, bounds)
     return _with_sizes(units, weights, needs)
+
+
+def _copying(units: Units, ranks: Ranks) -> Units:
+    """The same with the speed of copies to the host, if it is known what stages keep."""
+    if not units.sizes[0].any():
+        return units
+    all_ranks = ranks.processes.everywhere(
+        lambda: list(speeds(ranks.device)), "measure copies", BUILDING
+    )
+    operations, bandwidth = np.min(np.array(all_ranks), axis=0).tolist()
+    return replace(units, bandwidth=bandwidth / (1e3 if units.unit else operations))
 
 
 def _with_sizes(units: Units, weights: Sequence[int], needs: Sequence[StageNeeds] | None) -> Units:

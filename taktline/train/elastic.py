@@ -436,6 +436,7 @@ def require_elastic(pipe: Any, optimizers: Sequence[Optimizer]) -> None:
         "a mesh or replicas (mesh, data_parallel)": given.mesh is not None or ranks.replicas > 1,
         "prepare, which would change the model twice": given.prepare is not None,
         "compile=True": given.compile,
+        "stream_weights=True": given.stream_weights,
         "stages of this process only (a dict)": given.is_own,
     }
     if found := [what for what, is_there in refused.items() if is_there]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +11,15 @@ from torch import nn
 
 from taktline.errors import ScheduleError
 from taktline.plan import Costs, Plan, fit_memory, peak_memory
+from taktline.plan.fit import least_memory
 from taktline.plan.io import from_json, to_json
 from taktline.runtime.introduction import BUILDING
-from taktline.stage.offload import copies_on
 from taktline.text import size_text, table
 from taktline.train.auto import limits_of
-from taktline.train.rank_limits import held_by
+from taktline.train.rank_limits import held_by_ranks
 from taktline.train.ranks import Ranks
 from taktline.train.stage_table import StageTable
+from taktline.train.trial import speeds
 from taktline.transport.exchange import share_values
 
 
@@ -91,7 +90,13 @@ def memory_of(built: Any) -> Memory:
 
 
 def fitted(
-    plan: Plan, stages: StageTable, modules: Mapping[int, nn.Module], memory: Any, ranks: Ranks
+    plan: Plan,
+    stages: StageTable,
+    modules: Mapping[int, nn.Module],
+    memory: Any,
+    ranks: Ranks,
+    *,
+    streams: bool,
 ) -> Plan:
     """The plan with what saves memory, so that each rank keeps within its own; on all ranks.
 
@@ -107,46 +112,20 @@ def fitted(
                 "memory= fits the plan to what stages keep, which is counted with an example: pass "
                 "example=(…), the arguments of one micro-batch, and all stages"
             )
-        room = list[float]()
-        for rank, limit in enumerate(limits or ()):
-            held = sum(held_by(modules[stage]) for stage in plan.placement.stages_of(rank))
-            if held >= limit:
-                raise ScheduleError(
-                    f"rank {rank} needs {size_text(held)} for its weights, their gradients and an "
-                    f"optimizer like Adam, which is not less than memory={size_text(limit)}; pass "
-                    "more memory, or start more ranks"
-                )
-            room.append(limit - held)
         operations, bandwidth = speeds(ranks.device)
-        copies = tuple(operations * need.keeps / bandwidth for need in needs)
-        arrives = (0, *(need.sends for need in needs))
-        kept = tuple(float(min(a, n.keeps)) for a, n in zip(arrives, needs, strict=False))
-        more: Any = {"offload": copies, "recompute": costs.forward, "kept_for_recompute": kept}
-        return to_json(fit_memory(plan, replace(costs, **more), room))
+        arrives = [0.0, *(float(need.sends) for need in needs[:-1])]
+        costs = costs.saving(arrives, bandwidth / operations)
+        held = held_by_ranks(plan, modules, streams=streams)
+        least = least_memory(plan, costs).tolist()
+        for rank, limit in enumerate(limits or ()):
+            if held[rank] + least[rank] > limit:
+                raise ScheduleError(
+                    f"{plan.name} does not fit into memory={size_text(limit)}: rank {rank} needs "
+                    f"{size_text(held[rank])} for its weights, their gradients and an optimizer "
+                    f"like Adam, and at least {size_text(least[rank])} for activations; pass more "
+                    "memory, make micro-batches smaller, or start more ranks"
+                )
+        room = [limit - each for limit, each in zip(limits or (), held, strict=True)]
+        return to_json(fit_memory(plan, costs, room))
 
     return from_json(ranks.processes.everywhere(found, "fit the plan", BUILDING)[0])
-
-
-@cache
-def speeds(device: torch.device) -> tuple[float, float]:
-    """Counted operations, and copied bytes, of a device in a second."""
-    is_cuda = device.type == "cuda"
-    size, nbytes = (8192, 1 << 28) if is_cuda else (512, 1 << 24)
-    dtype = torch.bfloat16 if is_cuda else torch.float32
-    matrix, copies = torch.ones(size, size, dtype=dtype, device=device), copies_on(device)
-    host, there = copies.take(nbytes), torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def seconds(call: Callable[[], object]) -> float:
-        times: list[float] = []
-        for _ in range(4):
-            began = time.perf_counter()
-            call()
-            if is_cuda:
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    product = seconds(lambda: matrix @ matrix)
-    copy = seconds(lambda: copies.wait(copies.copy([(host, there)], inward=False)))
-    copies.give([host])
-    return 2 * size**3 / product, nbytes / copy

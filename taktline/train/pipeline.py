@@ -62,7 +62,7 @@ class Pipeline:
             real loss.
         memory: what a rank may use, in bytes or as "16GiB", or a list with one for each. The plan
             is chosen for it, by default for 90% of a GPU; that of a name or file is made to fit, by
-            the sizes for the ``example``: see :meth:`memory`. "auto" does not offload.
+            the sizes for the ``example``, with OFFLOAD and RECOMPUTE: see :meth:`memory`.
         microbatches: the number of micro-batches; a batch with fewer rows has one for each row.
         loss_fn: returns the loss of an output and a target. Without one, the loss is the one
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
@@ -80,6 +80,9 @@ class Pipeline:
             ``prepare``: ``"blocks"``, all members of lists and sequences of modules, or a function
             of a submodule's name and the submodule, which returns True for those to run again.
         compile: compiles each stage, after ``prepare``, by :func:`taktline.compile_stages`.
+        stream_weights: keeps frozen weights in the host's memory; those of a stage are on the
+            device while it computes, and arrive while the stage before does. For models that do
+            not fit, with several stages on each rank: ``schedule="looped_bfs"``.
         device: where to compute.
         state_dict: values for a model on the meta device, of which each process takes its own;
             without it, they are made as the model's constructor does.
@@ -143,6 +146,7 @@ class Pipeline:
         prepare: Prepare | None = None,
         checkpoint: Checkpoint | None = None,
         compile: bool = False,
+        stream_weights: bool = False,
         device: torch.device | str | None = None,
         state_dict: Mapping[str, torch.Tensor] | None = None,
         seed: int | None = None,

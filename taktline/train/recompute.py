@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from taktline.errors import MismatchError
+from taktline.runtime.introduction import BUILDING
 from taktline.split.recorded_stage import units_of
+from taktline.train.ranks import Ranks
 
 Checkpoint: TypeAlias = Literal["blocks"] | Callable[[str, nn.Module], bool]
 """All blocks, or those for whose name in the model and module a function returns True."""
@@ -53,5 +55,21 @@ def recompute(stage: nn.Module, chosen: Checkpoint) -> None:
         if wanted:
             inside += (f"{name}.",)
             # An earlier pipeline of this model may have done it.
-            if getattr(module.forward, "func", None) is not checkpoint:
+            if not _is_checkpointed(module):
                 module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def require_some(stages: Sequence[nn.Module], ranks: Ranks) -> None:
+    """Raise on all ranks if no block of any stage is checkpointed."""
+    mine = any(_is_checkpointed(module) for stage in stages for module in stage.modules())
+    if not any(ranks.processes.everywhere(lambda: mine, "checkpoint blocks", BUILDING)):
+        names = [name for stage in stages for name, _ in stage.named_modules() if name]
+        raise MismatchError(
+            "checkpoint= chooses no submodule of any stage, which are called "
+            f"{', '.join(map(repr, names[:6]))}{', …' * (len(names) > 6)} here; leave it out, or "
+            "pass a function that returns True for some"
+        )
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    return getattr(module.forward, "func", None) is checkpoint

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from taktline.runtime.microbatch import Batch, Cutter
 from taktline.split import materialise
 from taktline.split.steps import all_tensors, arguments_of
 from taktline.stage import PipelineStage
+from taktline.stage.offload import copies_on
 from taktline.train.batches import on_device
 from taktline.train.ranks import Ranks
 
@@ -167,3 +169,28 @@ def copies(
         return found
 
     return together(ranks, made)
+
+
+@cache
+def speeds(device: torch.device) -> tuple[float, float]:
+    """Counted operations, and copied bytes, of a device in a second."""
+    is_cuda = device.type == "cuda"
+    size, nbytes = (8192, 1 << 28) if is_cuda else (512, 1 << 24)
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    matrix, copies = torch.ones(size, size, dtype=dtype, device=device), copies_on(device)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_cuda)
+
+    def seconds(call: Callable[[], object]) -> float:
+        times: list[float] = []
+        for _ in range(4):
+            began = time.perf_counter()
+            call()
+            if is_cuda:
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    product = seconds(lambda: matrix @ matrix)
+    copy = seconds(lambda: copies.wait(copies.copy([(host, there)], inward=False)))
+    return 2 * size**3 / product, nbytes / copy

@@ -22,6 +22,7 @@ from taktline.plan import (
     Timeline,
     build,
     names,
+    peak_memory,
     read,
     read_costs,
     simulate,
@@ -76,6 +77,13 @@ BAD_INPUT = [
     ("optimise --seconds 0", "seconds must be more than 0"),
     ("optimise --memory 0.5", "no plan fits into memory 0.5 on rank 0"),
     ("optimise --placement w", "Invalid value for '--placement'"),
+    ("simulate 1f1b --memory 2", "do not say what saves it: pass offload, the time of a copy"),
+    ("simulate 1f1b --memory 0.2 --offload 1", "rank 0 needs at least 2, not 0.2"),
+    ("simulate 1f1b --memory 2 --offload fast", "--offload takes a time or, for a file"),
+    (
+        "simulate 1f1b --memory 2 --offload 5GB/s",
+        "for a file with costs in bytes, and in s or ms, byte",
+    ),
     ("balance 1,x --stages 1", "expected numbers with commas between them"),
     ("balance 1,1 --stages 3", "from 1 to 2, not 3"),
     ("doctor --backend x", "--backend must be gloo or nccl"),
@@ -261,6 +269,28 @@ class TestCompare:
         assert found["makespan"] < quickest["makespan"]
         assert found["peak_memory"] <= quickest["peak_memory"]
         assert found["stages_per_rank"] == quickest["stages_per_rank"]
+
+
+class TestMemory:
+    def test_plans_within_a_limit(self, folder: Path) -> None:
+        limit = ("-m", "6", "--memory", "2", "--offload", "1")
+        result = run("compare", "1f1b", "zb_h1", "interleaved_1f1b", *limit, "--json")
+        assert "left out, as they do not fit: zb_h1" in result.stderr
+        rows = json.loads(result.stdout)
+        assert [row["schedule"] for row in rows] == ["1f1b", "interleaved_1f1b", "optimised"]
+        assert max(row["peak_memory"] for row in rows) <= 2
+        one = json.loads(ok("simulate", "1f1b", *limit, "--json"))
+        assert one["peak_memory"] == [2, 2, 2, 1]
+        ok("optimise", *limit, "--seconds", "1", "-o", "best.json")
+        assert max(peak_memory(read("best.json"), read_costs("best.json"))) <= 2
+
+    def test_a_speed_of_copies(self, folder: Path) -> None:
+        """3 MB in 2 ms, as long as a forward of a stage."""
+        costs = Costs(forward=2.0, activation=3e6, unit="ms")
+        write(build("gpipe", ranks=2, microbatches=4), "plan.json", costs=costs)
+        words = ("simulate", "plan.json", "--memory", "7e6", "--json")
+        times = [json.loads(ok(*words, "--offload", x))["makespan"] for x in ("2", "1.5GB/s")]
+        assert times[0] == times[1]
 
 
 class TestTimelines:

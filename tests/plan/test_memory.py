@@ -144,10 +144,9 @@ def test_a_plan_fits_or_the_least_that_does_is_said(plan: Plan, data: st.DataObj
     assert plain.tolist() == plan.rows.kind.tolist()
 
 
-@pytest.mark.parametrize("group", [2, 4])
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_interleaving_by_groups_needs_as_much_as_pipeoffload_says(group: int, chunks: int) -> None:
-    ranks, placement = 4, Placement.loop(4, chunks)
+def interleaved(ranks: int, chunks: int, group: int) -> Plan:
+    """Interleaving by groups of micro-batches."""
+    placement = Placement.loop(ranks, chunks)
     rows = [
         in_slots(
             (in_rounds(Kind.F, placement.stages_of(r), rounds(12, group)), 0),
@@ -158,10 +157,20 @@ def test_interleaving_by_groups_needs_as_much_as_pipeoffload_says(group: int, ch
         )
         for r in range(ranks)
     ]
-    plan = Plan(rows, placement, 12)
+    return Plan(rows, placement, 12)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "group"), [(2, 2), (4, 4), (4, 3), (4, 2), (6, 4)])
+def test_interleaving_by_groups_is_as_pipeoffload_says(ranks: int, group: int, chunks: int) -> None:
+    """Smaller groups need less memory, and wait longer; groups of half the ranks where F is B."""
+    plan, usual = interleaved(ranks, chunks, group), interleaved(ranks, chunks, ranks)
     assert not tl.validate(plan)
-    in_stages = Costs(activation=1.0)
-    assert peak_memory(plan, in_stages).max() == group * (chunks - 1) + ranks
+    assert peak_memory(plan, Costs(activation=1.0)).max() == group * (chunks - 1) + ranks
+    for backward in (1.0, 2.0) if 2 * group > ranks else (1.0,):
+        costs = Costs(backward=backward)
+        idle, least = (simulate(each, costs).idle("span") for each in (plan, usual))
+        assert idle - least == (ranks - group) * (chunks - 1) * (1 + backward)
 
 
 @pytest.mark.parametrize(("length", "ratio"), [(4, 1.70), (8, 1.49), (16, 1.19), (32, 0.85)])
@@ -200,7 +209,7 @@ def test_optimise_goes_below_what_one_micro_batch_needs() -> None:
 
 def test_what_cannot_be_fitted() -> None:
     plan, copies = build("gpipe", ranks=2, microbatches=4), Costs(offload=1.0)
-    with pytest.raises(CostError, match="do not say what saves it: pass Costs with offload"):
+    with pytest.raises(CostError, match="the costs do not say what saves it: pass offload"):
         fit_memory(plan, Costs(), 1)
     with pytest.raises(PlanError, match="needs a COMPUTE plan without OFFLOAD"):
         fit_memory(fit_memory(plan, copies, 3), copies, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.plan import Action, Kind, Plan
 from taktline.plan.action import Overlap
-from taktline.stage.offload import copies_on
+from taktline.stage.offload import Copies, copies_on
 from taktline.stage.split_backward import Product
 from tests.runtime import parallel
 from tests.runtime.features import DYNAMIC, FEATURES, INEXACT
@@ -29,7 +31,7 @@ from tests.runtime.scenarios import (
     run_stages,
 )
 from tests.runtime.test_capture import Graphs, capture
-from tests.workers import Workers, WorkersFailed
+from tests.workers import Workers
 
 CPU = torch.device("cpu")
 Choose = Callable[[int, int], str]
@@ -277,26 +279,17 @@ def test_what_was_sent_is_not_kept(workers: Workers) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("wrapper", ["ddp", "nested_fsdp"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mode", ["recompute all", "both"])
+@pytest.mark.parametrize("wrapper", parallel.WRAPPERS)
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
-def test_stages_in_wrappers(workers: Workers, schedule: str, wrapper: str) -> None:
+def test_stages_in_wrappers(workers: Workers, schedule: str, wrapper: str, mode: str) -> None:
     case = parallel.Case(schedule, parallel.WRAPPERS[wrapper], ("step", "update", "step"))
-    plan = parallel.texts(saving(case.plan, MODES["offload some"]))
+    plan = parallel.texts(saving(case.plan, MODES[mode]))
     parallel.assert_like_plain(workers.run(parallel.run_case, case, plan, ranks=4), case)
 
 
 # What goes wrong.
-
-
-@pytest.mark.processes
-def test_a_stage_in_a_wrapper_is_not_recomputed(workers: Workers) -> None:
-    case = parallel.Case("Schedule1F1B", parallel.WRAPPERS["ddp"])
-    plan = parallel.texts(saving(case.plan, MODES["recompute all"]))
-    with pytest.raises(WorkersFailed) as failed:
-        workers.run(parallel.run_case, case, plan, ranks=4)
-    assert len(failed.value.errors) == 4
-    for error in failed.value.errors.values():
-        assert "RECOMPUTE of a stage in DDP" in str(error)
 
 
 class Fails(Block):
@@ -340,16 +333,75 @@ def test_the_step_after_a_failure_works(where: str, mode: str) -> None:
     assert copies.held == sum(size * len(free) for size, free in copies._free.items())
 
 
-def test_no_room_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = copies_on(CPU)
-    monkeypatch.setattr(copies, "_free", {})
-    monkeypatch.setattr(copies, "limit", copies.held + 1000)
+def failing(copies: Copies, what: str, error: BaseException) -> pytest.MonkeyPatch:
+    """Until it is undone, there is no room on the host, or copies in a direction end half-way."""
+    patch, copy_all = pytest.MonkeyPatch(), copies.copy
+
+    def half(pairs: Any, *, inward: bool) -> Any:
+        if inward != (what == "back"):
+            return copy_all(pairs, inward=inward)
+        target, source = next(iter(pairs))
+        copy_all([(target[:8], source[:8])], inward=inward)
+        raise error
+
+    if what == "room":
+        patch.setattr(copies, "_free", {})
+        patch.setattr(copies, "limit", copies.held)
+    else:
+        patch.setattr(copies, "copy", half)
+    return patch
+
+
+def run_failing(rank: int, group: Any, what: str) -> str:
+    """The error of a step in which rank 1 cannot copy; those around it find the same."""
+    torch.manual_seed(0)
+    plan = saving(tl.build("gpipe", ranks=2, microbatches=4), MODES["offload all"])
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+    pipe, copies = pipeline([Block(), Block()], plan, ranks=None, mesh=mesh), copies_on(CPU)
+    expected, text = copy.deepcopy(train(pipe, steps=1)), "nothing"
+    patch = failing(copies, what, RuntimeError("the link is gone")) if rank else None
+    try:
+        train(pipe, steps=1)
+    except tl.StageError as error:
+        text = str(error)
+    if patch is not None:
+        patch.undo()
+    for p in pipe.parameters():
+        p.grad = None
+    assert_equal(train(pipe, steps=1), expected)
+    return text
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (
+            "room",
+            r"rank 1, stage 1, micro-batch 0 \(1OFFLOAD0\).*no room on the host for \d+ B more",
+        ),
+        ("to the host", r"rank 1, stage 1, micro-batch 0 \(1OFFLOAD0\).*the link is gone"),
+        ("back", r"rank 1, stage 1, micro-batch 0 \(1RELOAD0\).*the link is gone"),
+    ],
+)
+def test_all_ranks_know_of_a_copy_that_fails(workers: Workers, what: str, text: str) -> None:
+    for error in workers.run(run_failing, what, ranks=2):
+        assert re.search(text, error), error
+
+
+@pytest.mark.parametrize("what", ["to the host", "back"])
+def test_an_interrupted_copy(what: str) -> None:
+    """Ctrl-C while a copy is under way: the next step begins anew."""
     plan = saving(tl.build("gpipe", ranks=2, microbatches=4), MODES["offload all"])
     pipe = pipeline([Block(), Block()], plan)
-    with pytest.raises(tl.StageError, match=r"\(\dOFFLOAD\d\).*no room on the host for"):
+    expected = copy.deepcopy(train(pipe))
+    patch = failing(copies_on(CPU), what, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
         train(pipe)
-    monkeypatch.setattr(copies, "limit", 1 << 40)
-    train(pipe)
+    patch.undo()
+    for p in pipe.parameters():
+        p.grad = None
+    assert_equal(train(pipe), expected)
 
 
 class Wrong(Block):

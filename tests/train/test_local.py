@@ -257,6 +257,10 @@ def test_a_model_without_values() -> None:
         ({"checkpoint": "all"}, "checkpoint is 'blocks', or a function of a submodule's name and"),
         ({"checkpoint": 1}, "returns whether to checkpoint it, not 1"),
         (
+            {"checkpoint": lambda name, module: name == "block"},
+            "checkpoint= chooses no submodule of any stage, which are called 'embed', 'blocks', ",
+        ),
+        (
             {"schedule": tl.build("gpipe", ranks=3, microbatches=4)},
             "plan 'gpipe' is for 3 ranks, 4 micro-batches and 3 stages, not 2, 4 and 2; start as",
         ),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import taktline as tl
+from taktline.errors import ScheduleError
 from taktline.plan import peak_memory
 from taktline.train import memory
 from taktline.train.auto import limits_of
@@ -63,7 +64,7 @@ def test_a_plan_that_fits(share: float) -> None:
     ("options", "text"),
     [
         ({"memory": 100}, "rank 0 needs .* for its weights, their gradients and an optimizer"),
-        ({"memory": lambda: limit(0.0) + 1}, "does not fit into the memory: rank 0 needs at least"),
+        ({"memory": lambda: limit(0.0) + 1}, "gpipe does not fit .* at least .* for activations"),
         ({"memory": "1 GiB", "example": None}, "pass example="),
         ({"memory": "many"}, "memory must be a number of bytes above 0, a text such as"),
         ({"memory": ["1 GiB"]}, "memory is for 1 rank, but there are 4"),
@@ -87,6 +88,19 @@ def run_limited(rank: int, group: Any, share: float) -> tuple[list[torch.Tensor]
         patch.setattr(memory, "speeds", lambda device: (1e9 * (rank + 1), 1e6))
         pipe = made(memory=limit_of_processes(share), ranks=None)
         return copy.deepcopy(train(pipe)[:-1]), str(pipe.memory())
+
+
+def run_refused(rank: int, group: Any) -> str:
+    with pytest.raises(ScheduleError) as refused:
+        made(memory=limit_of_processes(0.1), ranks=None)
+    assert train(made(ranks=None), steps=1)  # what follows works
+    return str(refused.value)
+
+
+@pytest.mark.processes
+def test_all_ranks_know_that_a_limit_is_too_low(workers: Workers) -> None:
+    for text in workers.run(run_refused, ranks=RANKS):
+        assert "gpipe does not fit into memory=" in text
 
 
 def limit_of_processes(share: float) -> float:
