@@ -128,14 +128,19 @@ class PipelineStage:
         return self._sync
 
     @property
-    def may_join(self) -> bool:
-        """Whether one full backward may replace I and W: nothing overrides or observes them."""
+    def is_usual(self) -> bool:
+        """Whether nothing overrides its backward."""
         names = ("keep", "backward", "backward_input", "backward_weight")
         own = all(
             getattr(getattr(self, name), "__func__", None) is vars(PipelineStage)[name]
             for name in names
         )
-        return own and self.dw_builder is None and self.grad_sync is None
+        return own and self.dw_builder is None
+
+    @property
+    def may_join(self) -> bool:
+        """Whether one full backward may replace I and W: nothing overrides or observes them."""
+        return self.is_usual and self.grad_sync is None
 
     def begin(self) -> tuple[bool, ...]:
         """Find the trainable parameters; returns the flags on which the output may depend."""

@@ -749,3 +749,17 @@ def test_what_compiles_in_every_step_runs_eagerly(monkeypatch: pytest.MonkeyPatc
     with pytest.warns(UserWarning, match="compiles something new in every step"):
         pair.train(12)
     assert pair.graphs.log == []
+
+
+# W leaves the gradients of several weights at once. When the first one was taken, those that waited
+# were added, by way of `.grad`: the new ones of the other weights were lost, in each captured
+# schedule that splits its backward over several processes.
+def test_new_gradients_of_several_weights_stay_while_earlier_ones_are_added() -> None:
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    buffers = {weight: torch.zeros(2) for weight in weights}
+    with Adding(weights, buffers).instead() as adding:
+        for number in range(1, 4):
+            for weight in weights:
+                weight.grad = torch.full((2,), float(number))
+            adding.take_all()
+    assert [buffer.tolist() for buffer in buffers.values()] == [[6.0, 6.0]] * 3

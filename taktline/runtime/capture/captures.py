@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +13,14 @@ from torch import nn
 from taktline import pytree
 from taktline.checks import warn
 from taktline.errors import ScheduleError, TaktlineError, text_of
+from taktline.plan import Action, Kind
 from taktline.runtime.capture import buffers
 from taktline.runtime.capture.buffers import Adding, Buffers, Static
 from taktline.runtime.capture.cuda import CudaGraphs, Streams, is_loop
 from taktline.runtime.capture.state import State
 from taktline.runtime.program import Program, bind
 from taktline.stage import PipelineStage
+from taktline.stage.grad_sync import GradSync
 from taktline.stage.kinds import compilations
 from taktline.stage.stage import parameters_of
 from taktline.text import counted
@@ -108,6 +111,7 @@ class Captures:
             or _refusal(program)
             or buffers.refusal_of(leaves, self._device)
             or state.refusal
+            or self._held_back()
         )
         if reason is not None:
             self._warn(reason)
@@ -135,6 +139,8 @@ class Captures:
         entry.static.fill(feed, leaves)
         buffers.begin(self._buffers, entry.touched)
         entry.graph.replay()
+        for sync in self._syncs():
+            sync.replayed()
         entry.static.hand_over(feed)
         entry.replays += 1
         return True
@@ -165,6 +171,8 @@ class Captures:
             return
         entry, before, gradients, compiled, program.quickest = self._warming
         loss_fn, observed = program.binding.loss_fn, program.binding.feed.observed
+        for sync in self._syncs():
+            sync.finish()  # then a stage has its sharded parameters again
         self._warming, after = None, State(self._stages, loss_fn, deep=True)
         entry.touched = [
             p
@@ -203,13 +211,24 @@ class Captures:
         binding = replace(program.binding, feed=static.feed, any_order=entry.any_order)
         captured = bind(binding, program.known)
         several = entry.any_order and is_loop([each.action for each in captured.quickest])
+        shards = [each for each in self._stages if each.grad_sync and each.grad_sync.shards]
+        sharded = {p for stage in shards for p in parameters_of(stage.submod)}
 
         def run() -> None:
             static.begin()
             mine = {p: self._buffers[p] for p in entry.touched}
-            with Adding(self._parameters(), mine).instead() as adding:
+            with ExitStack() as stack:
+                adding = stack.enter_context(Adding(self._parameters(), mine, sharded).instead())
+                for sync in self._syncs():
+                    stack.enter_context(sync.captured())
                 streams = Streams(self._device, adding, several=several)
-                captured.run_alone(streams.enter, adding.take_all)
+
+                def before(action: Action) -> None:
+                    streams.enter(action)
+                    if action.kind == Kind.REDUCE_GRAD:
+                        adding.put_back()
+
+                captured.run_alone(before, adding.take_all)
                 streams.join()
                 entry.streams = streams.count
 
@@ -230,6 +249,15 @@ class Captures:
             )
             error.recoverable = "restart"
             raise error
+
+    def _syncs(self) -> list[GradSync]:
+        return [stage.grad_sync for stage in self._stages if stage.grad_sync is not None]
+
+    def _held_back(self) -> str | None:
+        """Why the reductions of this step cannot be part of a graph; None if they can."""
+        if not any(sync.holds_back for sync in self._syncs()):
+            return None
+        return "gradients add up over several steps before they are reduced over the replicas"
 
     def _parameters(self) -> list[nn.Parameter]:
         return list(dict.fromkeys(p for stage in self._stages for p in parameters_of(stage.submod)))
