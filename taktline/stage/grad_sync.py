@@ -250,6 +250,26 @@ class DDPSync(GradSync):
     def holds_back(self) -> bool:
         return super().holds_back or len(self._stopped) < len(self._wrapped)
 
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        # Autograd adds to a leaf on the stream on which the leaf was first used, and DDP has used
+        # its parameters when it was made: a stream outside of the capture. So others take their
+        # places, with the same memory.
+        inside = [m._parameters for ddp in self._wrapped for m in ddp.module.modules()]
+        before = [{**parameters} for parameters in inside]
+        stand_ins = dict[nn.Parameter, nn.Parameter]()
+        for parameters in inside:
+            for name, p in parameters.items():
+                if p is not None and p not in stand_ins:
+                    stand_ins[p] = nn.Parameter(p.detach(), p.requires_grad)
+                parameters[name] = None if p is None else stand_ins[p]
+        try:
+            with super().captured():
+                yield
+        finally:
+            for parameters, those in zip(inside, before, strict=True):
+                parameters.update(those)
+
     def replayed(self) -> None:
         for ddp in self._stopped:
             # As in DDP, the first forward after a reduction broadcasts buffers.

@@ -13,6 +13,7 @@ from torch import nn
 from taktline import pytree
 from taktline.checks import warn
 from taktline.errors import ScheduleError, TaktlineError, text_of
+from taktline.meta import local
 from taktline.plan import Action, Kind
 from taktline.runtime.capture import buffers
 from taktline.runtime.capture.buffers import Adding, Buffers, Static
@@ -126,9 +127,7 @@ class Captures:
             self._check(entry, state)
         if entry.refusal is None and entry.graph is None:
             if entry.warm < _WARM_UP:
-                gradients = [
-                    (p, p.grad, getattr(p.grad, "_version", 0)) for p in self._parameters()
-                ]
+                gradients = [(p, p.grad, _version_of(p.grad)) for p in self._parameters()]
                 before = State(self._stages, program.binding.loss_fn, deep=True)
                 self._warming = entry, before, gradients, compilations(), program.quickest
                 _rehearse(program, any_order=entry.any_order)
@@ -177,7 +176,7 @@ class Captures:
         entry.touched = [
             p
             for p, gradient, version in gradients
-            if p.grad is not None and (p.grad is not gradient or p.grad._version != version)
+            if p.grad is not None and (p.grad is not gradient or _version_of(p.grad) != version)
         ]
         rehearsed = entry.any_order
         entry.any_order = before.versions == after.versions and not observed
@@ -213,14 +212,18 @@ class Captures:
         several = entry.any_order and is_loop([each.action for each in captured.quickest])
         shards = [each for each in self._stages if each.grad_sync and each.grad_sync.shards]
         sharded = {p for stage in shards for p in parameters_of(stage.submod)}
+        touched = {*entry.touched}
 
         def run() -> None:
             static.begin()
-            mine = {p: self._buffers[p] for p in entry.touched}
+            parameters = self._parameters()
             with ExitStack() as stack:
-                adding = stack.enter_context(Adding(self._parameters(), mine, sharded).instead())
                 for sync in self._syncs():
                     stack.enter_context(sync.captured())
+                now = self._parameters()
+                leaves = zip(parameters, now, strict=True)
+                mine = {leaf: self._buffers[p] for p, leaf in leaves if p in touched}
+                adding = stack.enter_context(Adding(now, mine, sharded).instead())
                 streams = Streams(self._device, adding, several=several)
 
                 def before(action: Action) -> None:
@@ -280,6 +283,11 @@ class Captures:
         lines = [*map(str, entries)]
         lines += [f"eagerly: {reason}" for reason in self._reasons if reason not in known]
         return "\n  ".join(["CUDA graphs:", *(lines or ["no step has run"])])
+
+
+def _version_of(gradient: torch.Tensor | None) -> int:
+    """How often it was changed in place; FSDP changes what is inside of its DTensors."""
+    return 0 if gradient is None else local(gradient)._version
 
 
 def _rehearse(program: Program, *, any_order: bool) -> None:
