@@ -259,5 +259,8 @@ def summary(modules: Iterable[nn.Module]) -> str:
     calls = [own.get(name) for own in owners for name in ("_compiled_call_impl", "forward")]
     found = {call: None for call in calls if isinstance(call, CompiledCall)}
     kinds = counted(len({call.kind for call in found}), "kind")
+    chains = [made for own in owners for made in (own.get("_chains") or {}).values()]
+    joined = sum(len(part.units) - 1 for made in chains for part in made.parts)
+    kinds += f", in {counted(len(found) - joined, 'call')}" * bool(joined)
     partly = [f"\n  {call.name}: eagerly in part, {call.eager}" for call in found if call.eager]
     return "".join([f"compiled: {counted(len(found), 'module')} of {kinds}", *partly] * bool(found))
