@@ -177,12 +177,11 @@ class CompiledChain:
             may_join = count == 1 and kind is not None
         self._calls: list[Callable[..., Any]] = []
         for part in parts:
-            call: Callable[..., Any] = units[part[0]]
-            if len(part) > 1:
-                name = f"{where}, {names[part[0]]} to {names[part[-1]]}"
-                call = _call_of(units[part[0]]).along([units[place] for place in part], name)
-                self.parts.append(call)
-            self._calls.append(call)
+            first, name = units[part[0]], f"{where}, {names[part[0]]} to {names[part[-1]]}"
+            call = _call_of(first)
+            if call is not None and len(part) > 1:
+                self.parts.append(call.along([units[place] for place in part], name))
+            self._calls.append(first if len(part) == 1 else self.parts[-1])
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the first one with all arguments, others with the result instead of ``x``."""
