@@ -410,6 +410,8 @@ add_all = for_all("torch._foreach_add_", torch.Tensor.add_)
 """Adds to many tensors in one call."""
 
 
+_MOST = 16 * 2**20
+"""The most bytes of gradients that wait to be added together."""
 _LAUNCHING = {"cuda"}
 """The devices on which a small operation takes less time than its launch."""
 
@@ -421,25 +423,32 @@ class _Collected(threading.local):
 
     def take(self, node: Node, places: Sequence[int], results: Sequence[Any]) -> Sequence[Any]:
         """Take the gradients of plain parameters; ``places`` are those of the node's edges."""
-        sums, edges = self.sums, node.next_functions
-        if sums is None or len(edges) != len(places):
+        if (sums := self.sums) is None or len(edges := node.next_functions) != len(places):
             return results
         left, users = list(results), Counter[int | None]()
         for place, (target, _) in zip(places, edges, strict=True):
             gradient = left[place]
             if type(target) is not _LEAF or type(gradient) is not torch.Tensor:
                 continue
-            leaf, left[place] = target.variable, None
-            if _hooked(leaf):
-                left[place] = gradient
-            elif leaf in sums:
+            if gradient.nbytes > SMALL or _hooked(leaf := target.variable):
+                continue
+            left[place] = None
+            if leaf in sums:
                 sums[leaf] = sums[leaf] + gradient
             elif leaf.grad is not None:
                 sums[leaf] = gradient
             else:  # it becomes .grad, which is changed in place
                 users = users or _users(results)
                 sums[leaf] = gradient.clone() if users[memory_of(gradient)] > 1 else gradient
+        if sum(gradient.nbytes for gradient in sums.values()) > _MOST:
+            self.add()
         return left
+
+    def add(self) -> None:
+        """Add what was taken."""
+        if self.sums:
+            add_to_grads([*self.sums], [*self.sums.values()])
+            self.sums.clear()
 
 
 collected = _Collected()
@@ -456,7 +465,7 @@ def accumulate_all(roots: Sequence[Root], gradients: Sequence[torch.Tensor]) -> 
     outer, collected.sums = collected.sums, {}
     try:
         accumulate(roots, gradients)
-        add_to_grads([*collected.sums], [*collected.sums.values()])
+        collected.add()
     finally:
         collected.sums = outer
 

@@ -332,6 +332,8 @@ def test_gradients_of_compiled_modules_are_added_together(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(split_backward, "_LAUNCHING", {"cpu"})
+    if name == "in a sum":
+        monkeypatch.setattr(split_backward, "_MOST", 0)
     taken: list[int] = []
     add = split_backward.add_to_grads
     monkeypatch.setattr(
