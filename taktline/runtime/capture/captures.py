@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -243,7 +244,8 @@ class Captures:
             for stage in self._stages:
                 stage.clear()
             kind = "" if isinstance(error, TaktlineError) else f"{type(error).__name__}: "
-            self._refuse(entry, f"{kind}{text_of(error)}")
+            text = text_of(error).partition("Search for")[0].strip()  # without advice of CUDA
+            self._refuse(entry, f"{kind}{text}{self._place_of(error.__cause__ or error)}")
         changed = state.difference(State(self._stages, program.binding.loss_fn))
         if changed is not None:
             error = ScheduleError(
@@ -252,6 +254,18 @@ class Captures:
             )
             error.recoverable = "restart"
             raise error
+
+    def _place_of(self, error: BaseException) -> str:
+        """The innermost module of a stage in which an error was raised, with the line."""
+        names = {m: name for each in self._stages for name, m in each.submod.named_modules()}
+        trace, found = error.__traceback__, ""
+        while trace is not None:
+            frame, module = trace.tb_frame, trace.tb_frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and names.get(module):
+                where = f"{os.path.relpath(frame.f_code.co_filename)}:{trace.tb_lineno}"
+                found = f", in {names[module]!r} ({type(module).__name__}, {where})"
+            trace = trace.tb_next
+        return found
 
     def _syncs(self) -> list[GradSync]:
         return [stage.grad_sync for stage in self._stages if stage.grad_sync is not None]
