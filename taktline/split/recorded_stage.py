@@ -517,6 +517,9 @@ class RecordedStage(nn.Module):
             unit._compiled_call_impl = CompiledCall(unit, f"stage {self._stage}, {name}", **options)
         self._chains = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_chains": None}  # a copy is not compiled, nor its units
+
     def compiled(self, layers: list[Any], names: Sequence[str]) -> list[Any]:
         """These layers, or what calls several of them at once, if they are compiled."""
         if self._chains is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -178,6 +179,8 @@ def test_a_deep_model_compiles_as_often_as_a_shallow_one(
         for ours, theirs in zip(layers, plain, strict=True):
             torch.testing.assert_close(ours.linear.weight.grad, theirs.linear.weight.grad)
         assert f"compiled: {depth} modules of 1 kind" in str(pipe)
+        assert ("in 4 calls" in str(pipe)) == (depth == 12)
+        assert "compiled" not in summary(copy.deepcopy([*pipe.stages.values()]))
     assert counts[0] == counts[1]
 
 
