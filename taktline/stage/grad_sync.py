@@ -412,12 +412,12 @@ class FSDPSync(GradSync):
     @property
     def holds_back(self) -> bool:
         whole = (getattr(p, "_unsharded_param", None) for g in self._groups for p in g.fsdp_params)
-        sums = (p.unsharded_accumulated_grad for g in self._groups for p in g.fsdp_params)
+        sums = "unsharded_accumulated_grad"
         return (
             super().holds_back
             or not all(settings["reduce_grads"] for settings in self._settings)
             or any(p is not None and p.grad is not None for p in whole)
-            or any(gradient is not None for gradient in sums)
+            or any(getattr(p, sums, None) is not None for g in self._groups for p in g.fsdp_params)
         )
 
     @contextmanager

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -432,6 +433,10 @@ class _Collected(threading.local):
                 continue
             if gradient.nbytes > SMALL or _hooked(leaf := target.variable):
                 continue
+            if leaf not in _unhooked:
+                if _is_node_hooked(target):
+                    continue
+                _unhooked.add(leaf)
             left[place] = None
             if leaf in sums:
                 sums[leaf] = sums[leaf] + gradient
@@ -452,6 +457,8 @@ class _Collected(threading.local):
 
 
 collected = _Collected()
+_unhooked = WeakSet[torch.Tensor]()
+"""The leaves whose nodes were seen to have no hooks."""
 
 
 def accumulate_all(roots: Sequence[Root], gradients: Sequence[torch.Tensor]) -> None:

@@ -128,19 +128,9 @@ class PipelineStage:
         return self._sync
 
     @property
-    def is_usual(self) -> bool:
-        """Whether nothing overrides its backward."""
-        names = ("keep", "backward", "backward_input", "backward_weight")
-        own = all(
-            getattr(getattr(self, name), "__func__", None) is vars(PipelineStage)[name]
-            for name in names
-        )
-        return own and self.dw_builder is None
-
-    @property
     def may_join(self) -> bool:
         """Whether one full backward may replace I and W: nothing overrides or observes them."""
-        return self.is_usual and self.grad_sync is None
+        return is_usual(self) and self.grad_sync is None
 
     def begin(self) -> tuple[bool, ...]:
         """Find the trainable parameters; returns the flags on which the output may depend."""
@@ -255,6 +245,16 @@ class PipelineStage:
             f"PipelineStage({self.stage_index} of {self.num_stages}, "
             f"{type(self.submod).__name__}, {count:,} parameters, {self.device})"
         )
+
+
+def is_usual(stage: PipelineStage) -> bool:
+    """Whether nothing overrides the backward of a stage."""
+    names = ("keep", "backward", "backward_input", "backward_weight")
+    own = all(
+        getattr(getattr(stage, name), "__func__", None) is vars(PipelineStage)[name]
+        for name in names
+    )
+    return own and stage.dw_builder is None
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:

@@ -357,5 +357,8 @@ def test_a_hook_is_called_where_gradients_are_added_together(
     monkeypatch.setattr(split_backward, "_LAUNCHING", {"cpu"})
     module, seen = nn.Linear(4, 4), list[torch.Size]()
     module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
+    node: Any = module.bias.expand_as(module.bias).grad_fn
+    node = node.next_functions[0][0]
+    node.register_prehook(lambda gradients: seen.append(gradients[0].shape))
     gradients_of(compiled(module), together=True)
-    assert seen == [torch.Size([4, 4])] * 3
+    assert sorted(seen) == [torch.Size([4])] * 3 + [torch.Size([4, 4])] * 3

@@ -18,7 +18,7 @@ from taktline.meta import is_sharded, local
 from taktline.private import lacking, missing, private
 from taktline.stage import PipelineStage
 from taktline.stage.split_backward import is_own_hook
-from taktline.stage.stage import parameters_of
+from taktline.stage.stage import is_usual, parameters_of
 
 _OWN = frozenset(vars(nn.Module()))
 """The attributes of every module; what matters of them is looked at by itself."""
@@ -83,7 +83,7 @@ class State:
         elif self.refusal is None and _count_modes():
             self.refusal = "a mode of PyTorch sees each operation, but none of a replay"
         for root, stage in zip(self._roots, stages, strict=True):
-            if not stage.is_usual:
+            if not is_usual(stage):
                 self._refuse(root, "it has a backward of its own, or a dw_builder")
         if (loss := _module_of(loss_fn)) is not None:
             self._roots["loss_fn"] = loss
