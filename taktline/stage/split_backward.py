@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -433,10 +433,11 @@ class _Collected(threading.local):
                 continue
             if gradient.nbytes > SMALL or _hooked(leaf := target.variable):
                 continue
-            if leaf not in _unhooked:
+            known = _unhooked.get(key := id(leaf))
+            if known is None or known() is not leaf:
                 if _is_node_hooked(target):
                     continue
-                _unhooked.add(leaf)
+                _unhooked[key] = ref(leaf, lambda _, key=key: _unhooked.pop(key, None))
             left[place] = None
             if leaf in sums:
                 sums[leaf] = sums[leaf] + gradient
@@ -457,7 +458,7 @@ class _Collected(threading.local):
 
 
 collected = _Collected()
-_unhooked = WeakSet[torch.Tensor]()
+_unhooked: dict[int, ref[torch.Tensor]] = {}
 """The leaves whose nodes were seen to have no hooks."""
 
 

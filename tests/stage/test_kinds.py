@@ -223,7 +223,8 @@ def test_neighbours_are_compiled_together(name: str) -> None:
     assert [[places[id(unit)] for unit in part.units] for part in made.parts] == parts
     x = torch.randn(3, 4, requires_grad=True)
     found, expected = made(x), x
-    for unit in units:
+    for each in units:
+        unit: Any = each
         expected = unit._call_impl(expected) + (type(unit) is Calls)
     assert torch.equal(found, expected)
     assert backend.count == count
