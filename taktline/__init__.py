@@ -67,7 +67,7 @@ _NAMES = {
         "Replicate Schedule1F1B ScheduleDualPipeV ScheduleFromPlan ScheduleGPipe "
         "ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS "
         "ScheduleZBVZeroBubble TensorChunkSpec Trace get_schedule_class merge_chunks "
-        "split_args_kwargs_into_chunks"
+        "offload_optimizer split_args_kwargs_into_chunks"
     ),
     "side_values": "add_loss collect_losses skip",
     "split": "Pipe SplitPoint build_stage pipe_split pipeline split",

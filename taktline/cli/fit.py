@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 from taktline.cli.options import Json, complete_name, echo_json
 from taktline.errors import ArgumentError
 from taktline.plan import find
-from taktline.plan.estimate import RankLimit, estimate, memory_table
+from taktline.plan.estimate import PARTS, RankLimit, estimate, memory_table
 from taktline.text import table
 
 
@@ -27,6 +26,12 @@ def fit(
     microbatches: Annotated[
         int, typer.Option("--microbatches", "-m", help="Number of micro-batches.")
     ] = 8,
+    stages_per_rank: Annotated[
+        int | None, typer.Option("--stages-per-rank", "-s", help="Stages per rank.")
+    ] = None,
+    stream: Annotated[
+        bool, typer.Option(help="Let frozen weights come from the host: stream_weights=True.")
+    ] = False,
     rows: Annotated[int, typer.Option(help="Texts in a micro-batch.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a text.")] = 2048,
     lora: Annotated[
@@ -47,21 +52,28 @@ def fit(
     from taktline.split import by_names
     from taktline.train.rank_limits import cuts_within, stage_bytes
     from taktline.train.stage_table import measure
+    from taktline.train.weights import require_streams
 
     limits = RankLimit.read([{"memory": text} for text in ranks.split(",")])
     make: Any = getattr(torch.optim, optimizer, None)
     if torch.optim.Optimizer not in getattr(make, "__mro__", ()):
         raise ArgumentError(f"torch.optim has no optimizer {optimizer!r}")
-    plan = find(schedule).build(len(limits), microbatches)
+    plan = find(schedule).build(len(limits), microbatches, stages_per_rank)
+    if stream:
+        require_streams(plan)
     model = _model(config, lora)
     ids = torch.zeros(rows, length, dtype=torch.int64)
     example: Any = (), {"input_ids": ids, "labels": ids}
-    names = cuts_within(model, plan, example, limits, None, make)
+    names = cuts_within(model, plan, example, limits, None, make, streams=stream)
     stages = by_names(model, names, example=example) if names else [model]
-    found = estimate(plan, stage_bytes(stages, measure(stages, example) or (), make))
+    needs = measure(stages, example) or ()
+    found = estimate(plan, stage_bytes(stages, needs, make, streams=stream))
     if json:
         ends = zip(found, limits, strict=True)
-        each = [{**asdict(bytes), "memory": limit.memory} for bytes, limit in ends]
+        each = [
+            {part: getattr(rank, part) for part in PARTS} | {"memory": limit.memory}
+            for rank, limit in ends
+        ]
         echo_json({"starts": names, "ranks": each})
         return
     lines = [["stage", "rank", "from", "parameters"]]

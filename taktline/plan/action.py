@@ -9,7 +9,7 @@
     3OFFLOAD7  3RELOAD7     start to copy what 3F7 kept to the host, and back to the device
     3SEND_F7  4RECV_F7      the activation from stage 3 to stage 4
     4SEND_B7  3RECV_B7      its gradient, from stage 4 back to stage 3
-    3UNSHARD  3RESHARD      gather and release the parameters of a sharded stage
+    3UNSHARD  3RESHARD      gather and release the weights of a stage, from other ranks or the host
     3REDUCE_GRAD            add up a stage's gradients over the data-parallel ranks
     (0F1;3B0)OVERLAP_F_B    a forward and a backward run as one
 

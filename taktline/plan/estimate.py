@@ -23,6 +23,8 @@ from taktline.text import size_in, size_text, table
 
 _UNDER_WAY = 2
 """Messages of a kind at each end of a boundary: one that is used, and the next one."""
+AT_ONCE = 2
+"""Of how many stages of a rank the streamed weights are on the device: one computes, one comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,9 @@ class Bytes:
     """What forwards keep for their backwards."""
     messages: float
     """Of a stage, what goes to the next one; its gradient is as large."""
+    streamed: float = 0.0
+    """Of a stage, weights that come from the host while it computes; the weights of a rank include
+    its largest ones."""
 
     @property
     def held(self) -> float:
@@ -122,12 +127,15 @@ def estimate(plan: Plan, stages: Sequence[Bytes]) -> list[Bytes]:
     for rank, counts in enumerate(in_flight(plan)):
         own = [stages[stage] for stage in plan.placement.stages_of(rank)]
         peak = (counts @ np.array([stage.activations for stage in own], float)).max(initial=0.0)
-        held = {name: sum(getattr(s, name) for s in own) for name in PARTS[:3]}
-        found.append(Bytes(**held, activations=float(peak), messages=float(messages[rank])))
+        weights, *held = (sum(getattr(s, name) for s in own) for name in PARTS[:3])
+        weights += sum(sorted(stage.streamed for stage in own)[-AT_ONCE:])
+        known = dict(zip(PARTS, [weights, *held, peak, messages[rank]], strict=True))
+        found.append(Bytes(**{name: float(number) for name, number in known.items()}))
     return found
 
 
-PARTS = tuple(field.name for field in fields(Bytes))
+PARTS = tuple(field.name for field in fields(Bytes) if field.name != "streamed")
+"""What a rank holds."""
 
 
 def memory_table(found: Sequence[Bytes], limits: Sequence[RankLimit]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from taktline.runtime.host_optimizer import offload_optimizer
 from taktline.runtime.microbatch import (
     Replicate,
     TensorChunkSpec,
@@ -35,5 +36,6 @@ __all__ = [
     "Trace",
     "get_schedule_class",
     "merge_chunks",
+    "offload_optimizer",
     "split_args_kwargs_into_chunks",
 ]

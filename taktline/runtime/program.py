@@ -41,7 +41,7 @@ from taktline.runtime.stage_actions import (
 from taktline.side_values import Replay, SideValues, without_skips
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
-from taktline.stage.split_backward import accumulate
+from taktline.stage.split_backward import accumulate_all
 from taktline.stage.stage import parameters_of
 from taktline.transport import Channel
 
@@ -251,8 +251,7 @@ def _instruction(
     """The instruction of an action; None if this kind of stage has nothing to do for it."""
     stage, m, work, port = action.stage, action.microbatch, works[action.stage], ports[action.stage]
     if m is None:
-        sync = stages[stage].grad_sync
-        return None if sync is None else _sync_instruction(action, sync)
+        return _of_weights(action, stages[stage])
     before, after = (
         f"rank {rank_of[s]}" if 0 <= s < len(rank_of) else "" for s in (stage - 1, stage + 1)
     )
@@ -280,8 +279,18 @@ def _instruction(
     return Instruction(action, partial(run, m), arrives and partial(arrives.discard, m), waits)
 
 
+def _of_weights(action: Action, stage: PipelineStage) -> Instruction | None:
+    """The instruction of UNSHARD, RESHARD or REDUCE_GRAD; None where a stage needs none."""
+    sync, streamed = stage.grad_sync, stage.streamed
+    if streamed is not None and action.kind == Kind.UNSHARD:
+        return Instruction(action, streamed.fetch, None)
+    if streamed is not None and action.kind == Kind.RESHARD:
+        return Instruction(action, streamed.release, streamed.release)
+    return None if sync is None else _sync_instruction(action, sync)
+
+
 def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:
-    """The instruction of UNSHARD, RESHARD or REDUCE_GRAD on a wrapped stage."""
+    """The same of a wrapped stage."""
     waits = "the replicas of this rank"
     if action.kind == Kind.REDUCE_GRAD:
         return Instruction(action, sync.reduce, sync.forgo_reduce, waits)
@@ -406,9 +415,9 @@ class _Backward:
         self._roots, self._gradients, self._side_values, self.stage = [], [], {}, self._last
         if side_values:
             with Replay(lambda: side_values.get(self.stage) or SideValues(self.stage, {})):
-                uncast(self._device, accumulate, roots, gradients)
+                uncast(self._device, accumulate_all, roots, gradients)
         elif roots:
-            uncast(self._device, accumulate, roots, gradients)
+            uncast(self._device, accumulate_all, roots, gradients)
 
     def _mark(self, stage: int, values: Sequence[Any]) -> None:
         """Hook the nodes of all tensors among some values."""

@@ -316,7 +316,7 @@ class Runner:
         options = options_of(self._name, plan, loss_fn=loss, dynamic_shapes=self._dynamic_shapes)
         mine = {
             "stages": [stage.stage_index for stage in self._stages],
-            "shards": replicas.shards,
+            "shards": replicas.shards or any(each.streamed for each in self._stages),
             "reduces": replicas.reduces,
             "in_company": bool(replicas.partners),
             "ties": [use.plain for use in ties.uses],

@@ -152,6 +152,7 @@ class Work:
         """Without ``known`` signatures, values are checked, and skips go to the last stage."""
         self._binding = binding
         self._stage = binding.stages[stage]
+        self._streamed = self._stage.streamed
         self._index = stage
         self._feed = binding.feed
         self.ports = ports
@@ -195,6 +196,8 @@ class Work:
                 inputs if spec is None else pytree.tree_unflatten(inputs, spec)
             )
             side = SideValues(self._index, skips) if skips else side
+        if self._streamed is not None:
+            self._streamed.arrive()
         if self._checks:
             _check(self._stage.expected_input, arguments, "input", "input_args")
         with side, self._seeded(self._index, microbatch):
@@ -232,6 +235,8 @@ class Work:
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
+        if self._streamed is not None:
+            self._streamed.arrive()
         uncast(self._stage.device, self._stage.backward_weight, microbatch)
 
     def _seeded(self, part: int, microbatch: int) -> AbstractContextManager[None]:
@@ -312,6 +317,8 @@ class Work:
                 ports.activations_out.settle(microbatch)
         if self._stage.away:
             self._stage.arrive(microbatch)
+        if self._streamed is not None:
+            self._streamed.arrive()
         if side is None:
             found = run(microbatch, gradients)
         else:

@@ -193,7 +193,7 @@ class Activations:
                 self._moved.append((storage, copies.take(storage.nbytes())))
         noted.clear()
         self._left = copies.copy(
-            ((host, _bytes_of(storage)) for storage, host in self._moved), inward=False
+            ((host, raw(storage)) for storage, host in self._moved), inward=False
         )
 
     def release(self) -> None:
@@ -211,7 +211,7 @@ class Activations:
             storage.resize_(host.nbytes)
         self._is_there = True
         self._arrived = self._copies.copy(
-            ((_bytes_of(storage), host) for storage, host in self._moved), inward=True
+            ((raw(storage), host) for storage, host in self._moved), inward=True
         )
 
     def arrive(self) -> None:
@@ -233,5 +233,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout == torch.strided
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def raw(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The bytes of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -32,10 +32,11 @@ from taktline.errors import (
     text_of,
 )
 from taktline.plan import Kind, NamedSchedule, Plan, find, read
-from taktline.plan.estimate import RankLimit, estimate, memory_table
+from taktline.plan.estimate import AT_ONCE, RankLimit, estimate, memory_table
 from taktline.plan.io import read_cuts
 from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.introduction import BUILDING, compared, together
+from taktline.runtime.runnable_plan import Limits
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pieces, Pipe, materialise
@@ -45,6 +46,7 @@ from taktline.split.steps import Cut, Record, arguments_of, arguments_of_forward
 from taktline.stage import PipelineStage, compile_stages
 from taktline.stage.kinds import summary
 from taktline.stage.names import declared, named_parameters, unwrapped
+from taktline.stage.streaming import Parts, Streamed
 from taktline.text import counted
 from taktline.train.auto import check_auto, choose, is_auto, rechosen
 from taktline.train.batches import BatchDims
@@ -53,7 +55,7 @@ from taktline.train.rank_limits import check_limits, cuts_within, stage_bytes
 from taktline.train.ranks import Ranks, find_ranks, require_separate, require_wrapped, wrapped
 from taktline.train.recompute import check_checkpoint, recompute, require_some
 from taktline.train.stage_table import StageTable
-from taktline.train.weights import require_trainable
+from taktline.train.weights import check_streams, require_streams, require_trainable
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
 """A model, a list of its stages, or the stages of this process by their numbers."""
@@ -63,7 +65,10 @@ ScheduleChoice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
 """A name, a file, a plan, or the class of a schedule."""
 
 
-_FLAGS = ("dynamic_shapes", "cuda_graphs", "compile", "measure", "check_finite")
+_FLAGS = (
+    *("dynamic_shapes", "cuda_graphs", "compile", "measure", "check_finite", "stream_weights"),
+    "elastic",
+)
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(_FLAGS, partial(check, kind=bool)),
     **dict.fromkeys(("loss_fn", "prepare", "on_preempt"), check_callable),
@@ -105,6 +110,7 @@ def checked(arguments: dict[str, Any]) -> SimpleNamespace:
         given.ranks = len(given.limits)
         check_limits(given, is_auto=is_auto(given.schedule))
     check_auto(given)
+    check_streams(given, is_auto=is_auto(given.schedule))
     if given.timeout is not None and not isinstance(given.timeout, timedelta):
         given.timeout = timedelta(seconds=check("timeout", given.timeout, float, least=0.001))
     return given
@@ -137,14 +143,14 @@ def _opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
         return schedule
     if isinstance(schedule, type) and issubclass(schedule, Schedule):
         return find(schedule.__name__)
-    if _is_file(schedule):
+    if is_file(schedule):
         return read(schedule)
     if isinstance(schedule, str):
         return find(schedule)
     raise ScheduleError(f"schedule is a name, a plan, a file or a Schedule class, not {schedule!r}")
 
 
-def _is_file(schedule: object) -> TypeGuard[str | os.PathLike[str]]:
+def is_file(schedule: object) -> TypeGuard[str | os.PathLike[str]]:
     if isinstance(schedule, str):
         return schedule.lower().endswith((".csv", ".json"))
     return isinstance(schedule, os.PathLike)
@@ -173,7 +179,8 @@ def build(given: SimpleNamespace) -> Built:
         timeout=given.timeout,
     )
     alone = max(ranks.processes.sizes) == 1
-    told = {"seed": given.seed, "data_parallel": given.data_parallel, "ranks": given.limits}
+    names = ("seed", "data_parallel", "stream_weights")
+    told = {name: getattr(given, name) for name in names} | {"ranks": given.limits}
 
     def cut(measure: Measure | None) -> tuple[Plan, dict[int, nn.Module]]:
         """Cut the model on all ranks; if any cannot, or they differ, all raise why."""
@@ -194,20 +201,28 @@ def build(given: SimpleNamespace) -> Built:
         table = StageTable.of(plan, modules, given.example, ranks.transport)
         table.prepared = (given.prepare or given.checkpoint) is not None
         if given.memory is not None and not choice:
-            plan = table.plan = fitted(plan, table, modules, given.memory, ranks)
+            streams = given.stream_weights
+            plan = fitted(plan, table, modules, given.memory, ranks, streams=streams)
+            table.plan = plan
         table.limits = given.limits or ()
         if given.limits and table.needs is not None:
             listed = [modules[stage] for stage in range(plan.stages)]
-            found = estimate(plan, stage_bytes(listed, table.needs))
+            sizes = stage_bytes(listed, table.needs, streams=given.stream_weights)
+            found = estimate(plan, sizes)
             table.memory = memory_table(found, given.limits)
         own = {stage: modules[stage] for stage in ranks.stages_of(plan)}
-        ready = together(ranks, lambda: _ready(given, own, ranks))
+        ready, streams = together(ranks, lambda: _ready(given, own, ranks))
         if given.checkpoint is not None:
             require_some([*ready.values()], ranks)
-        state.modules = {s: wrapped(part, ranks, given.data_parallel) for s, part in ready.items()}
+        state.modules = {
+            stage: wrapped(part, ranks, given.data_parallel, streams.get(stage))
+            for stage, part in ready.items()
+        }
     options: dict[str, Any] = {name: getattr(given, name) for name in _OF_SCHEDULE}
     options["seed"] = None if given.seed is None else given.seed + ranks.replica
-    built = Built(ranks, plan, state, table, given.example, options)
+    if given.stream_weights:
+        options["limits"] = Limits(max_active_stages=AT_ONCE)
+    built = Built(ranks, plan, state, table, given.example, options, streams)
     built.choice, built.starts = choice, given.starts
     built.example_target, built.memory = given.example_target, given.memory
     with guarded(ranks.transport, BUILDING):
@@ -227,6 +242,8 @@ class Built:
     example: Any
     options: Mapping[str, Any]
     """Of the schedule."""
+    streams: Mapping[int, Streamed] = field(default_factory=dict)
+    """The frozen weights of stages here, if they stream."""
     schedule: ScheduleFromPlan = field(init=False)
     """Runs the ranks of this process."""
     batch_dims: BatchDims = field(init=False)
@@ -248,6 +265,8 @@ class Built:
             PipelineStage(module, stage, count, device, group=group)
             for stage, module in self.model.modules.items()
         ]
+        for stage in stages:
+            stage.streamed = self.streams.get(stage.stage_index)
         self.schedule = ScheduleFromPlan(stages, self.plan, **self.options)
         self.model.processes, self.model.schedule = self.ranks.processes, self.schedule
         if len(self.ranks.own) > 1:
@@ -337,7 +356,7 @@ def replan(built: Built) -> Built:
     with built.everywhere("replan()"):
         plan, text = rechosen(built)
         old, table = built.schedule, replace(built.table, plan=plan)
-        found = Built(ranks, plan, built.model, table, built.example, built.options)
+        found = Built(ranks, plan, built.model, table, built.example, built.options, built.streams)
         found.example_target, found.memory = built.example_target, built.memory
         found.choice, found.starts, found.schedule.steps = text, built.starts, old.steps
         runner, before = found.schedule._runner, old._runner
@@ -353,7 +372,7 @@ def _device_of(given: SimpleNamespace) -> torch.device | None:
     return next((device for device in devices if device.type not in ("cpu", "meta")), None)
 
 
-def _plan_of(given: SimpleNamespace, ranks: int) -> Plan:
+def plan_of(given: SimpleNamespace, ranks: int) -> Plan:
     """The plan for so many ranks."""
     schedule, microbatches, stages = _opened(given.schedule), given.microbatches, None
     if given.cuts is not None:
@@ -396,9 +415,11 @@ def _cut(
     for module in [given.model] if given.is_whole else given.model.values():
         require_trainable(module, given.data_parallel)
     cut_already = not given.is_whole or given.cuts is not None or given.measure
-    if _is_file(given.schedule) and not cut_already:
+    if is_file(given.schedule) and not cut_already:
         given.cuts = read_cuts(given.schedule)
-    plan = _plan_of(given, ranks.size)
+    plan = plan_of(given, ranks.size)
+    if given.stream_weights:
+        require_streams(plan)
     if given.is_own:
         own = ranks.stages_of(plan)
         if not set(own) <= set(given.model) <= set(range(plan.stages)):
@@ -411,7 +432,8 @@ def _cut(
         return plan, dict(enumerate(split.by_hand(given.model.values())))
     if ranks.in_one_process:
         # As a whole, before it is cut: then it shares all tensors with its stages.
-        materialise(given.model, ranks.device, state_dict=given.state_dict)
+        device = torch.device("cpu") if given.stream_weights else ranks.device
+        materialise(given.model, device, state_dict=given.state_dict)
     stages = _stages(given, plan, measure)
     if isinstance(stages, Pieces):
         given.starts = stages.starts
@@ -427,7 +449,8 @@ def _stages(given: SimpleNamespace, plan: Plan, measure: Measure | None) -> Sequ
     example = _own_example(model) if is_own else example
     try:
         if cuts is None and given.limits:
-            cuts = cuts_within(model, plan, example, given.limits, measure)
+            streams = given.stream_weights
+            cuts = cuts_within(model, plan, example, given.limits, measure, streams=streams)
         if cuts is not None:
             return split.by_names(model, cuts, example=example)
         if example is not None:
@@ -498,14 +521,13 @@ def _state_of(given: SimpleNamespace, modules: dict[int, nn.Module], ranks: Rank
 
 def _ready(
     given: SimpleNamespace, modules: Mapping[int, nn.Module], ranks: Ranks
-) -> dict[int, nn.Module]:
-    """The stages of this process with their values, prepared and compiled."""
-    for module in modules.values():
-        materialise(module, ranks.device, state_dict=given.state_dict)
+) -> tuple[dict[int, nn.Module], dict[int, Streamed]]:
+    """The stages of this process with their values, prepared and compiled; and what streams."""
     if given.data_parallel == "fsdp":
         require_separate(modules)
-    found: dict[int, nn.Module] = {}
+    found, streams, parts = dict[int, nn.Module](), dict[int, Streamed](), Parts()
     for stage, module in modules.items():
+        materialise(module, ranks.device, state_dict=given.state_dict)
         ready = module if given.prepare is None else given.prepare(module, stage)
         if not isinstance(ready, nn.Module):
             raise MismatchError(
@@ -514,6 +536,8 @@ def _ready(
         if given.checkpoint is not None:
             recompute(ready, given.checkpoint)
         found[stage] = compile_stages(ready, stage) if given.compile else ready
+        if given.stream_weights:  # before the next stage comes to the device
+            streams[stage] = Streamed(found[stage], ranks.device, parts)
     if given.data_parallel is None and ranks.replicas > 1:
         require_wrapped(found, ranks)
-    return found
+    return found, streams

@@ -16,7 +16,7 @@ from taktline.plan.io import from_json, to_json
 from taktline.runtime.introduction import BUILDING
 from taktline.text import size_text, table
 from taktline.train.auto import limits_of
-from taktline.train.rank_limits import held_by
+from taktline.train.rank_limits import held_by_ranks
 from taktline.train.ranks import Ranks
 from taktline.train.stage_table import StageTable
 from taktline.train.trial import speeds
@@ -90,7 +90,13 @@ def memory_of(built: Any) -> Memory:
 
 
 def fitted(
-    plan: Plan, stages: StageTable, modules: Mapping[int, nn.Module], memory: Any, ranks: Ranks
+    plan: Plan,
+    stages: StageTable,
+    modules: Mapping[int, nn.Module],
+    memory: Any,
+    ranks: Ranks,
+    *,
+    streams: bool,
 ) -> Plan:
     """The plan with what saves memory, so that each rank keeps within its own; on all ranks.
 
@@ -101,7 +107,6 @@ def fitted(
         if ranks.processes.place:
             return ""
         limits, costs, needs = limits_of(memory, plan.ranks), stages.work, stages.needs
-        stages_of = plan.placement.stages_of
         if costs is None or needs is None:
             raise ScheduleError(
                 "memory= fits the plan to what stages keep, which is counted with an example: pass "
@@ -110,7 +115,7 @@ def fitted(
         operations, bandwidth = speeds(ranks.device)
         arrives = [0.0, *(float(need.sends) for need in needs[:-1])]
         costs = costs.saving(arrives, bandwidth / operations)
-        held = [sum(held_by(modules[s]) for s in own) for own in map(stages_of, range(plan.ranks))]
+        held = held_by_ranks(plan, modules, streams=streams)
         least = least_memory(plan, costs).tolist()
         for rank, limit in enumerate(limits or ()):
             if held[rank] + least[rank] > limit:

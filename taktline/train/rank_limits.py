@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ from taktline.errors import MismatchError, PartitionError
 from taktline.plan import Plan
 from taktline.plan.candidates import cut
 from taktline.plan.estimate import (
+    AT_ONCE,
     PARTS,
     Bytes,
     RankLimit,
@@ -54,22 +55,40 @@ def stage_bytes(
     modules: Iterable[nn.Module],
     needs: Sequence[stage_table.StageNeeds],
     optimizer: MakeOptimizer = torch.optim.AdamW,
+    *,
+    streams: bool = False,
 ) -> list[Bytes]:
-    """What stages take in training, with the state of an optimizer; frozen weights have none."""
+    """What stages take in training, with the state of an optimizer; frozen weights have none.
+
+    With ``streams``, frozen weights come from the host.
+    """
     found: list[Bytes] = []
     for module, need in zip(modules, needs, strict=True):
         held = {id(each): each for each in (*module.parameters(), *module.buffers())}
         trained = [each for each in held.values() if each.requires_grad]
         weights, gradients = sum(map(bytes_of, held.values())), sum(t.nbytes for t in trained)
-        known = {"activations": need.keeps, "messages": need.sends}
+        frozen = (each for each in held.values() if isinstance(each, nn.Parameter))
+        streamed = sum(bytes_of(p) for p in frozen if not p.requires_grad) if streams else 0
+        known = {"activations": need.keeps, "messages": need.sends, "streamed": streamed}
         state = _state_bytes(trained, optimizer)
-        found.append(Bytes(weights=weights, gradients=gradients, optimizer=state, **known))
+        sizes = {"weights": weights - streamed, "gradients": gradients, "optimizer": state}
+        found.append(Bytes(**sizes, **known))
     return found
 
 
 def held_by(module: nn.Module) -> int:
     """What a stage takes all the time, trained with AdamW."""
-    return int(stage_bytes([module], [stage_table.StageNeeds((0, 0, 0), 0, ())])[0].held)
+    return int(stage_bytes([module], [_NOTHING])[0].held)
+
+
+def held_by_ranks(plan: Plan, modules: Mapping[int, nn.Module], *, streams: bool) -> list[float]:
+    """What each rank takes all the time, trained with AdamW."""
+    listed = [modules[stage] for stage in range(plan.stages)]
+    found = stage_bytes(listed, [_NOTHING] * plan.stages, streams=streams)
+    return [rank.held for rank in estimate(plan, found)]
+
+
+_NOTHING = stage_table.StageNeeds((0, 0, 0), 0, ())
 
 
 def _state_bytes(trained: Sequence[torch.Tensor], make: MakeOptimizer) -> int:
@@ -91,6 +110,8 @@ def cuts_within(
     limits: Sequence[RankLimit],
     measure: Measure | None = None,
     optimizer: MakeOptimizer = torch.optim.AdamW,
+    *,
+    streams: bool = False,
 ) -> list[str]:
     """The names of the submodules with which stages begin, so that each rank fits its memory.
 
@@ -107,17 +128,19 @@ def cuts_within(
         )
     assert isinstance(fine.division, Division)
     took = np.array(fine.division.partition.stage_costs, float)
-    stages = stage_bytes(fine, needs, optimizer)
+    stages = stage_bytes(fine, needs, optimizer, streams=streams)
     sizes = [[float(s.activations), s.held, s.messages] for s in stages]
     units = Units(np.stack([took, 2 * took, took, took]), np.array(sizes).T)
     # Those of a usual boundary: which ones there are, the cut decides.
     usual = [median(stage.messages for stage in stages)] * plan.stages
     messages = boundary_messages(plan, usual)
-    rooms = [limit.memory - some for limit, some in zip(limits, messages.tolist(), strict=True)]
+    usual_stage = sum(stage.streamed for stage in stages) / plan.stages
+    taken = [AT_ONCE * usual_stage + some for some in messages.tolist()]
+    rooms = [limit.memory - some for limit, some in zip(limits, taken, strict=True)]
     speeds, names = [limit.speed for limit in limits], ["the first layers", *fine.starts]
     bounds = cut(units, plan.placement, rooms, speeds, in_flight(plan))
     sums = [
-        {part: sum(getattr(s, part) for s in stages[a:b]) for part in PARTS}
+        {part: sum(getattr(s, part) for s in stages[a:b]) for part in (*PARTS, "streamed")}
         for a, b in pairwise(bounds)
     ]
     sent = [stages[end - 1].messages for end in bounds[1:]]
@@ -143,7 +166,7 @@ def _require_room(
     names: Sequence[str],
 ) -> None:
     """Raise if a block alone is too large for every rank."""
-    needs = [stage.held + stage.activations for stage in stages]
+    needs = [stage.held + stage.streamed + stage.activations for stage in stages]
     worst, rank = needs.index(max(needs)), rooms.index(max(rooms))
     if needs[worst] > rooms[rank]:
         parts = ", ".join(f"{name} {size_text(getattr(stages[worst], name))}" for name in PARTS[:4])
@@ -151,5 +174,6 @@ def _require_room(
             f"no rank is large enough for {names[worst]!r}: it needs {size_text(needs[worst])} "
             f"({parts} of one micro-batch), and rank {rank}, the largest, has "
             f"{size_text(limits[rank].memory)}, {size_text(max(0.0, rooms[rank]))} of it beside "
-            "messages; train adapters, quantise frozen weights, or make micro-batches smaller"
+            "messages; train adapters, quantise frozen weights or let them stream, or make "
+            "micro-batches smaller"
         )

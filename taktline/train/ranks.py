@@ -6,9 +6,10 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from taktline.errors import MismatchError
 from taktline.plan import Plan
 from taktline.private import private
 from taktline.stage.grad_sync import sync_of
+from taktline.stage.streaming import Streamed
 from taktline.text import counted
 from taktline.transport import Transport, transport_of
 from taktline.transport.base import Alone
@@ -304,7 +306,9 @@ def require_wrapped(modules: Mapping[int, nn.Module], ranks: Ranks) -> None:
             )
 
 
-def wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Module:
+def wrapped(
+    module: nn.Module, ranks: Ranks, data_parallel: str | None, streamed: Streamed | None
+) -> nn.Module:
     """A stage in DDP or FSDP2 over the data-parallel dimensions of the mesh."""
     if data_parallel is None or ranks.mesh is None:
         return module
@@ -316,11 +320,18 @@ def wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Mo
         raise MismatchError(
             f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
         )
-    return _replicated(module, ranks.groups[ranks.data_dims[0]])
+    still = {id(each) for each in streamed.parameters.values()} if streamed else set[int]()
+    if all(id(each) in still for each in module.parameters()):
+        return module
+    return _replicated(module, ranks.groups[ranks.data_dims[0]], still)
 
 
-def _replicated(module: nn.Module, group: ProcessGroup) -> nn.Module:
-    """DDP, also around a frozen stage, which the user may unfreeze later."""
+def _replicated(module: nn.Module, group: ProcessGroup, still: Container[int]) -> nn.Module:
+    """DDP, also around a frozen stage, which the user may unfreeze later; ``still`` is left out."""
+    if still:
+        named = module.named_parameters(remove_duplicate=False)
+        left_out: Any = [name for name, each in named if id(each) in still]
+        module._ddp_params_and_buffers_to_ignore = left_out
     parameters = [each for each in module.parameters() if each.is_floating_point()]
     is_frozen = not any(each.requires_grad for each in parameters)
     # DDP wants one that is trained; it keeps memory for its gradient.

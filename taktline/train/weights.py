@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import nn
 
 from taktline.errors import MismatchError
+from taktline.plan import Plan
+from taktline.plan.estimate import AT_ONCE
 from taktline.split.steps import all_tensors
+from taktline.text import counted
 
 _QUANTISED = ("bitsandbytes.", "torchao.quantization", "torchao.dtypes")
 """Where the types of quantised weights are defined."""
@@ -47,6 +51,39 @@ def require_trainable(model: nn.Module, data_parallel: str | None) -> None:
                 "one use of the weight, but not the other; leave that module out of "
                 "target_modules, or untie the weights (tie_word_embeddings=False)"
             )
+
+
+def check_streams(given: Any, *, is_auto: bool) -> None:
+    """Raise if weights cannot stream with the other arguments of a pipeline."""
+    if not given.stream_weights:
+        return
+    if is_auto:
+        raise MismatchError(
+            'schedule="auto" measures stages whose weights stay; with stream_weights=True name '
+            'one: schedule="looped_bfs"'
+        )
+    if given.data_parallel == "fsdp":
+        raise MismatchError(
+            "stream_weights=True keeps whole weights on the host, which fsdp has cut up; pass "
+            'data_parallel="ddp", or leave one of them out'
+        )
+    models = [given.model] if given.is_whole else given.model.values()
+    if not given.is_own and all(p.requires_grad for model in models for p in model.parameters()):
+        raise MismatchError(
+            "stream_weights=True is for frozen weights, and the model has none: freeze them by "
+            "requires_grad_(False), or leave it out"
+        )
+
+
+def require_streams(plan: Plan) -> None:
+    """Raise if a plan has no rank with enough stages to gain anything."""
+    most = max(len(plan.placement.stages_of(rank)) for rank in range(plan.ranks))
+    if most <= AT_ONCE:
+        raise MismatchError(
+            f"stream_weights=True has the weights of {AT_ONCE} stages of a rank on the device, and "
+            f"{plan.name!r} has {counted(most, 'stage')} on a rank; cut the model into more: "
+            f'schedule="looped_bfs", stages_per_rank={2 * AT_ONCE}'
+        )
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

@@ -170,6 +170,13 @@ def test_fit_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     adapted = json.loads(ok(*words, "--ranks", "20MiB,20MiB", "--lora", "4"))
     assert all(each["gradients"] < each["weights"] / 20 for each in adapted["ranks"])
     assert "left" in ok(*words[:-1], "--ranks", "20MiB,60MiB")
+    looped = ("--schedule", "looped_bfs", "-s", "3", "--ranks", "20MiB,20MiB", "--lora", "4")
+    resident, streamed = (
+        json.loads(ok(*words, *looped, *more))["ranks"] for more in ([], ["--stream"])
+    )
+    for before, after in zip(resident, streamed, strict=True):
+        assert after["weights"] < 0.95 * before["weights"]
+        assert after["gradients"] == before["gradients"]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +186,7 @@ def test_fit_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("--ranks 20", "", "the memory of rank 0, in bytes or as a text like 16GiB, must be"),
         ("--ranks 20MiB --optimizer Nadam", "", "torch.optim has no optimizer 'Nadam'"),
         ("--ranks 2GiB --lora 4", "peft", "peft is missing: pip install 'taktline[clients]'"),
+        ("--ranks 2GiB,2GiB --stream", "", "'1f1b' has 1 stage on a rank; cut the model into more"),
         ("--ranks 2GiB", "transformers", "transformers is missing: pip install 'taktline[tran"),
     ],
 )
