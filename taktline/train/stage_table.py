@@ -87,7 +87,7 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | No
         with eagerly, keep_generators([here]), torch.enable_grad(), mode:
             held |= {id(tensor): fake(tensor) for tensor in tensors}
             call = pytree.tree_map_only(
-                torch.Tensor, lambda part: fake(part.to(here)), arguments_of(example)
+                torch.Tensor, lambda part: fake(_alone(part).to(here)), arguments_of(example)
             )
             # A forward may change what it finds: buffers, and attributes of modules.
             copies = copy.deepcopy(list(modules), held)
@@ -128,6 +128,11 @@ def _needs_of(
         work = (counter.cost, counter.backward_input, counter.backward_weight)
         found.append(StageNeeds(work, keeps, crosses))
     return found
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same without the rest of the batch, if it is part of one."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _memory(tensor: torch.Tensor) -> int:
