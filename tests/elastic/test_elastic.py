@@ -67,8 +67,10 @@ def test_a_rank_that_hangs_or_is_cut_off(how: str) -> None:
 
 @pytest.mark.processes
 def test_stages_that_are_given_move_to_other_ranks() -> None:
-    strike = Strike("kill", 2, 4, "clip")
-    survived(Job(3, 7, (strike,), whole=False, layers=3, every=3), [0, 1])
+    strikes = Strike("kill", 2, 2, "update"), Strike("kill", 1, 5, "clip")
+    outcome = survived(Job(3, 7, strikes, whole=False, layers=3, every=3), [0])
+    # What is repeated after the first loss counts for the next copy.
+    assert [each.step for each in outcome.told[0].recoveries] == [0, 3]
 
 
 @pytest.mark.processes
