@@ -56,7 +56,7 @@ def test_one_rank_after_the_other_is_killed() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["stop", "cut"])
+@pytest.mark.parametrize("how", ["stop", pytest.param("cut", marks=pytest.mark.matrix)])
 def test_a_rank_that_hangs_or_is_cut_off(how: str) -> None:
     job = Job(3, 5, (Strike(how, 1, 2, "forward", 2),), timeout=5.0 if how == "stop" else 60.0)
     outcome = survived(job, [0, 1, 2] if how == "cut" else [0, 2])
@@ -108,6 +108,7 @@ def test_too_many_at_once_go_on_from_the_latest_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.mark.processes
+@pytest.mark.matrix
 def test_too_many_at_once_without_a_checkpoint() -> None:
     outcome = run(Job(4, 5, BOTH))
     assert {told.error for told in outcome.told.values()} == {
