@@ -304,6 +304,7 @@ class Elastic:
         step = self._built.schedule.steps
         self._mirrors.connect(self._built.ranks.transport)
         self._copy(self._dropped)
+        self._updates = sum(entry.options is not None for entry in self._log)
         for entry in list(self._log):
             self._enter(entry)
             self._run(entry)
