@@ -325,6 +325,8 @@ def _rank(rank: int, port: int, schedule: str, rounds: int, lines: Any, sharded:
             f"{'exact' if same else 'NOT EXACT'}"
         )
     torch.distributed.barrier()
+    for pipe in pipes:
+        pipe.close()
     torch.distributed.destroy_process_group()
 
 

@@ -652,6 +652,9 @@ class Pipeline:
             if self._live is not None:
                 if self._preemption is not None:
                     self._preemption.close()
+                captures = self._live.schedule._runner.captures
+                if captures is not None:  # nccl would wait for graphs with its operations
+                    captures.forget()
                 ranks, self._live = self._live.ranks, None
                 ranks.close()
 

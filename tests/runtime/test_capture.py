@@ -550,6 +550,17 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
     assert "step() with 8 rows in 4 micro-batches: eagerly, ValueError: not here" in str(pair.pipe)
 
 
+def test_a_closed_pipeline_keeps_no_graph() -> None:
+    pair = Pair()
+    pair.settle()
+    captures = pair.pipe._built.schedule._runner.captures
+    assert captures is not None
+    assert captures._entries
+    pair.pipe.close()
+    assert not captures._entries
+    assert not captures._buffers
+
+
 class Odd(Stage):
     fails = False
 
