@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from taktline.plan import Action as Action
     from taktline.plan import Costs as Costs
     from taktline.plan import Link as Link
+    from taktline.plan import Links as Links
     from taktline.plan import Placement as Placement
     from taktline.plan import Plan as Plan
     from taktline.plan import Timeline as Timeline
@@ -60,8 +61,8 @@ _NAMES = {
     "checkpoint": "checkpoint",
     "errors": "InvalidPlanError MismatchError StageError TaktlineError",
     "plan": (
-        "Action Costs Link Placement Plan Timeline Violation balance bound build lower optimise "
-        "simulate validate"
+        "Action Costs Link Links Placement Plan Timeline Violation balance bound build lower "
+        "optimise simulate validate"
     ),
     "runtime": (
         "Replicate Schedule1F1B ScheduleDualPipeV ScheduleFromPlan ScheduleGPipe "
