@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from taktline.transport import local as local
     from taktline.transport import register_container as register_container
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # The public names of each room, or the room itself, imported on first use.
 _NAMES = {
