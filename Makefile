@@ -21,8 +21,9 @@ ON_NEWEST = PYTHONPATH="$(CURDIR)" $(ALONE) $(NEWEST)/bin/python
 QUICK := not (processes or slow or zoo or matrix)
 # Planning and drawing, and their tests where they do not look at torch: no torch changes them.
 WITHOUT_TORCH = taktline/plan taktline/render $(shell grep -L torch tests/plan/test_*.py tests/render/test_*.py)
-# Not those of CUDA graphs, which need a GPU, nor files that begin with _, which are helpers.
-BENCHMARKS := $(filter-out benchmarks/_% benchmarks/cuda_graphs.py,$(sort $(wildcard benchmarks/*.py)))
+# Not those that need a GPU, nor files that begin with _, which are helpers.
+ON_GPU := benchmarks/cuda_graphs.py benchmarks/compiled.py benchmarks/offload.py benchmarks/memory_estimate.py
+BENCHMARKS := $(filter-out benchmarks/_% $(ON_GPU),$(sort $(wildcard benchmarks/*.py)))
 
 # mkdocs-material prints a notice about its end of life unless told not to.
 export NO_MKDOCS_2_WARNING := 1
@@ -76,8 +77,9 @@ format: $(VENV)/.stamp-dev ## Format the code and sort its imports
 docs: $(VENV)/.stamp-dev ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict --site-dir site
 
-bench: $(VENV)/.stamp-dev ## Run each benchmark that needs no GPU
-	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+bench: $(VENV)/.stamp-dev ## Run each benchmark that needs no GPU, and draw docs/benchmarks.md
+	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; BENCH_RECORD=1 $(BIN)/python "$$file"; done
+	@$(BIN)/python benchmarks/_figures.py
 
 torture: $(VENV)/.stamp-dev ## Run random plans, values, faults for TORTURE_SECONDS, and FUZZ_INPUTS
 	@$(BIN)/python -m tests.torture --seconds $(TORTURE_SECONDS)

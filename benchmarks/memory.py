@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from _figures import record
 from _peers import RUNTIMES, make_schedule, run_ranks
 from torch import nn
 
@@ -130,6 +131,8 @@ def show(name: str, counts: list[int], peaks: dict[Cell, Peaks]) -> None:
         ratios = [a / b for a, b in zip(ours, torchs, strict=True)]
         sizes = "".join(f"{size:9.0f}" for size in (*torchs, *ours))
         print(f"{count:13}{sizes}" + "".join(f"{ratio:9.2f}" for ratio in ratios))
+        if name == "later step":
+            record("memory", f"{count}", {"torch": torchs[-1], "taktline": ours[-1]})
 
 
 def main(counts: list[int]) -> None:

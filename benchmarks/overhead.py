@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from _figures import TITLES, record
 from _peers import RUNTIMES, SCHEDULES, make_schedule, run_ranks
 from torch import nn
 
@@ -85,6 +86,8 @@ def measure(rank: int, ranks: int, rounds: int, microbatches: int, names: Sequen
             label = f"{name.removeprefix('Schedule'):22} {ranks} rank{'s' * (ranks > 1)}"
             told = "   ".join(f"{key} {value:7.1f}" for key, value in cost.items())
             print(f"{label:32} {told}   ratio {cost['taktline'] / cost['torch']:.2f}", flush=True)
+            if ranks <= 2:
+                record(f"overhead-{ranks}", TITLES[name], {key: cost[key] for key in RUNTIMES})
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from _figures import record
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -120,3 +121,6 @@ if __name__ == "__main__":
             f"{name} {found[name] / found['plain']:.2f}" for name in found if name != "plain"
         )
         print(f"{options.device} {label:14} plain {found['plain'] * 1e6:8.0f} µs   I + W: {ratios}")
+        if options.device == "cpu" and label != "one layer" and not options.compiled:
+            rows = {name: found[name] / found["plain"] for name in ("torch", "taktline")}
+            record("split-backward", f"CPU, {label}", rows)

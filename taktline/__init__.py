@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from taktline.plan import Action as Action
     from taktline.plan import Costs as Costs
     from taktline.plan import Link as Link
+    from taktline.plan import Links as Links
     from taktline.plan import Placement as Placement
     from taktline.plan import Plan as Plan
     from taktline.plan import Timeline as Timeline
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from taktline.transport import local as local
     from taktline.transport import register_container as register_container
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # The public names of each room, or the room itself, imported on first use.
 _NAMES = {
@@ -60,8 +61,8 @@ _NAMES = {
     "checkpoint": "checkpoint",
     "errors": "InvalidPlanError MismatchError StageError TaktlineError",
     "plan": (
-        "Action Costs Link Placement Plan Timeline Violation balance bound build lower optimise "
-        "simulate validate"
+        "Action Costs Link Links Placement Plan Timeline Violation balance bound build lower "
+        "optimise simulate validate"
     ),
     "runtime": (
         "Replicate Schedule1F1B ScheduleDualPipeV ScheduleFromPlan ScheduleGPipe "

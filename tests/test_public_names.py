@@ -18,7 +18,7 @@ from tests.documents import ROOT
 from tests.public_api import STORED, text
 
 NAMES = """
-Action Costs DeferredBatchNorm InvalidPlanError Link MismatchError Pipe Pipeline PipelineStage
+Action Costs DeferredBatchNorm InvalidPlanError Link Links MismatchError Pipe Pipeline PipelineStage
 Placement Plan Replicate Schedule1F1B ScheduleDualPipeV ScheduleFromPlan ScheduleGPipe
 ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBVZeroBubble
 SplitPoint StageError TaktlineError TensorChunkSpec Tie Timeline Trace Violation add_loss

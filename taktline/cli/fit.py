@@ -50,9 +50,13 @@ def fit(
     import torch
 
     from taktline.split import by_names
+    from taktline.train.moments import measure_alone
     from taktline.train.rank_limits import cuts_within, stage_bytes
     from taktline.train.stage_table import measure
+    from taktline.train.trial import training_loss
     from taktline.train.weights import require_streams
+
+    own_loss = training_loss(None, has_target=False)
 
     limits = RankLimit.read([{"memory": text} for text in ranks.split(",")])
     make: Any = getattr(torch.optim, optimizer, None)
@@ -66,12 +70,16 @@ def fit(
     example: Any = (), {"input_ids": ids, "labels": ids}
     names = cuts_within(model, plan, example, limits, None, make, streams=stream)
     stages = by_names(model, names, example=example) if names else [model]
-    needs = measure(stages, example) or ()
-    found = estimate(plan, stage_bytes(stages, needs, make, streams=stream))
+    needs = measure(stages, example) or []
+    moments = [
+        measure_alone(module, stage, need.given, own_loss if stage == len(stages) - 1 else None)
+        for stage, (module, need) in enumerate(zip(stages, needs, strict=False))
+    ]
+    found = estimate(plan, stage_bytes(stages, needs, make, moments, streams=stream))
     if json:
         ends = zip(found, limits, strict=True)
         each = [
-            {part: getattr(rank, part) for part in PARTS} | {"memory": limit.memory}
+            {part: getattr(rank, part) for part in (*PARTS, "total")} | {"memory": limit.memory}
             for rank, limit in ends
         ]
         echo_json({"starts": names, "ranks": each})

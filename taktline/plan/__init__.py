@@ -4,9 +4,10 @@ from taktline.plan import schedules as schedules  # which registers them
 from taktline.plan.action import Action, Kind, Overlap, parse
 from taktline.plan.bound import Bound
 from taktline.plan.build import build
-from taktline.plan.costs import Costs, Link
+from taktline.plan.costs import Costs
 from taktline.plan.fit import fit_memory
 from taktline.plan.io import read, read_costs, read_timeline, write, write_timeline
+from taktline.plan.links import Link, Links
 from taktline.plan.memory import memory_curve, peak_memory
 from taktline.plan.optimise import bound, optimise
 from taktline.plan.partition import Partition, balance
@@ -27,6 +28,7 @@ __all__ = [
     "Kind",
     "Level",
     "Link",
+    "Links",
     "NamedSchedule",
     "Overlap",
     "Partition",

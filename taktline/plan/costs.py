@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,6 +12,7 @@ from taktline.checks import check, check_one_of, refuse
 from taktline.errors import CostError
 from taktline.plan.action import COPIES, Kind
 from taktline.plan.deps import needs
+from taktline.plan.links import NO_TIME, Link, Links, from_dict, over_boundaries
 from taktline.plan.plan import MOST_STAGES, Placement, Plan
 from taktline.plan.rows import FloatArray, as_numbers, known_medians
 
@@ -21,29 +21,6 @@ if TYPE_CHECKING:
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """The connection between two ranks.
-
-    >>> Link(latency=2.0)
-    Link(latency=2.0, bandwidth=inf)
-    """
-
-    latency: float = 0.0
-    """From the end of a send to its arrival, in the unit of time of the costs."""
-    bandwidth: float = math.inf
-    """Bytes in one unit of time. Messages of one channel go one after the other."""
-
-    def __post_init__(self) -> None:
-        for name in ("latency", "bandwidth"):
-            number = getattr(self, name)
-            if not (name == "bandwidth" and isinstance(number, float) and number == math.inf):
-                number = check(name, number, float, least=0, error=CostError)
-            object.__setattr__(self, name, number)
-        if not self.bandwidth:
-            raise CostError(f"bandwidth must be more than 0, not {self.bandwidth}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +40,7 @@ class Costs:
     """A forward that runs again; by default as long as a forward."""
     overlap: PerStage | None = None
     """An overlapped pair, by its forward's stage; by default its forward + its backward."""
-    link: Link = Link()
+    link: Link | Links = NO_TIME
     message_bytes: PerStage = 0.0
     """The bytes that a stage sends forward, and gets back as a gradient, for one micro-batch."""
     comm_blocks: bool = False
@@ -94,7 +71,7 @@ class Costs:
                 refuse(name, "a number from 0 up, or one for each stage", value, CostError)
             plain = tuple(map(float, numbers)) if numbers.ndim else float(numbers)
             object.__setattr__(self, name, plain)
-        check("link", self.link, Link, error=CostError)
+        check("link", self.link, (Link, Links), "a Link or Links", error=CostError)
         check("comm_blocks", self.comm_blocks, bool, error=CostError)
         check("unit", self.unit, str, error=CostError)
         whole = np.atleast_1d(1.0 if self.activation is None else self.activation)
@@ -102,12 +79,6 @@ class Costs:
             part = np.atleast_1d(getattr(self, name) or 0.0)
             if (1 in (len(whole), len(part)) or len(whole) == len(part)) and (part > whole).any():
                 raise CostError(f"{name} is a part of activation: it cannot be larger")
-
-    @property
-    def messages_matter(self) -> bool:
-        """Whether a message can delay the next one, or block its sender."""
-        queues = bool(np.any(self.message_bytes)) and math.isfinite(self.link.bandwidth)
-        return queues or self.comm_blocks
 
     def of(self, name: str, stages: int) -> FloatArray:
         """One of the per-stage costs as an array of ``stages`` numbers."""
@@ -176,11 +147,24 @@ class Costs:
         duration[first] = duration[second] = pair
         return duration
 
+    def messages(self, placement: Placement) -> tuple[FloatArray, FloatArray]:
+        """How long each stage's message occupies its channel, and then takes to arrive.
+
+        Row 0 is for the activation that it sends, row 1 for the gradient.
+
+        >>> Costs(link=Link(latency=2.0)).messages(Placement.linear(3))[1]
+        array([[2., 2., 0.],
+               [0., 2., 2.]])
+        """
+        check("placement", placement, Placement)
+        size = self.of("message_bytes", placement.stages)
+        return over_boundaries(self.link, placement.rank_of, size)
+
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, as plain values."""
         changed = _changed(self)
         if "link" in changed:
-            changed["link"] = _changed(self.link)
+            changed["link"] = self.link.to_dict()
         return changed
 
     @classmethod
@@ -188,7 +172,7 @@ class Costs:
         """The reverse of :meth:`to_dict`."""
         check("values", values, Mapping, "a dict", error=CostError)
         try:
-            given: dict[str, Any] = {**values, "link": Link(**values.get("link", {}))}
+            given: dict[str, Any] = {**values, "link": from_dict(values.get("link", {}))}
             return cls(**given)
         except TypeError as error:
             raise CostError(str(error)) from None
@@ -276,7 +260,7 @@ _BY_DEFAULT = {
 """Those that are the sum of others where they are None."""
 
 
-def _changed(costs: Link | Costs) -> dict[str, Any]:
+def _changed(costs: Costs) -> dict[str, Any]:
     """The fields that differ from their defaults."""
     values = [(field, getattr(costs, field.name)) for field in fields(costs)]
     return {field.name: value for field, value in values if value != field.default}

@@ -49,6 +49,8 @@ GRADIENT = _WITH_MICROBATCH
 _KEPT = _WITH_MICROBATCH + 1
 """And what provides all that the backward needs: RELOAD, RECOMPUTE or else F."""
 
+_FIRST_OF = {GRADIENT: (Kind.B, Kind.I), _KEPT: (Kind.RELOAD, Kind.RECOMPUTE, Kind.F)}
+
 _OWN = {
     Kind.B: _KEPT,
     Kind.I: _KEPT,
@@ -82,18 +84,28 @@ class Where:
     """Finds the row of an action: a dense table over (kind, stage, micro-batch)."""
 
     def __init__(self, plan: Plan) -> None:
-        # Behind the last stage, and so also at -1, there is one without rows.
-        shape = (_WITH_MICROBATCH + 2, plan.stages + 1, plan.microbatches)
+        rows, in_range = plan.rows, exists(plan)
+        found = np.bincount(rows.kind[in_range], minlength=len(Kind)) > 0
+        kinds = [kind for kind in Kind if kind.has_microbatch and found[kind]]
+        # What the plan does not have shares a page without rows. Behind the last stage, and so also
+        # at -1, there are none either.
+        self._page = page = np.zeros(_WITH_MICROBATCH + 2, np.intp)
+        page[kinds] = np.arange(len(kinds)) + 1
+        pages = len(kinds) + 1
+        merged: list[list[int]] = []
+        for name, choices in _FIRST_OF.items():
+            sources = [int(page[kind]) for kind in choices if page[kind]]
+            page[name] = sum(sources) if len(sources) < 2 else pages + len(merged)
+            merged += [sources] if len(sources) > 1 else []
+        shape = (pages + len(merged), plan.stages + 1, plan.microbatches)
         self._table = table = np.full(shape, NONE, np.int32)
-        rows = plan.rows
-        index = np.flatnonzero(exists(plan) & (rows.kind < _WITH_MICROBATCH))
-        index = index[::-1]  # where an action is doubled, the first one counts
-        table[rows.kind[index], rows.stage[index], rows.microbatch[index]] = index
-        table[GRADIENT] = np.where(table[Kind.B] >= 0, table[Kind.B], table[Kind.I])
-        table[_KEPT] = table[Kind.F]
-        if plan.has(Kind.RECOMPUTE, Kind.RELOAD):
-            for kind in (Kind.RECOMPUTE, Kind.RELOAD):
-                table[_KEPT] = np.where(table[kind] >= 0, table[kind], table[_KEPT])
+        for kind in kinds:
+            index = np.flatnonzero(in_range & (rows.kind == kind))
+            index = index[::-1]  # where an action is doubled, the first one counts
+            table[page[kind], rows.stage[index], rows.microbatch[index]] = index
+        for number, sources in enumerate(merged, start=pages):
+            for source in sources:
+                np.copyto(table[number], table[source], where=table[number] < 0)
 
     def rows(
         self, kind: int | IntArray, stage: IntArray | int, microbatch: IntArray | int
@@ -102,7 +114,11 @@ class Where:
 
         The stages are those of the plan, and the ones beside the first and the last.
         """
-        return self._table[kind, stage, microbatch]
+        return self._table[self._page[kind], stage, microbatch]
+
+    def grid(self, kind: Kind) -> IntArray:
+        """The rows of all actions of a kind, by stage and micro-batch."""
+        return self._table[self._page[kind], :-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +142,8 @@ def needs(plan: Plan, where: Where | None = None) -> Needs:
     """The rows that each row needs; actions outside the plan's numbers need nothing."""
     where = where or Where(plan)
     rows, in_range = plan.rows, exists(plan)
-    own, arrival, post = (np.full(len(rows), NONE, np.int32) for _ in range(3))
+    own, arrival = (np.full(len(rows), NONE, np.int32) for _ in range(2))
+    post = np.full(len(rows), NONE, np.int32) if plan.level == Level.LOWERED else _none(plan)
     for kind, need in _OWN.items():
         index = np.flatnonzero(in_range & (rows.kind == kind))
         own[index] = where.rows(need, rows.stage[index], rows.microbatch[index])
@@ -141,36 +158,49 @@ def needs(plan: Plan, where: Where | None = None) -> Needs:
             arrival[index] = where.rows(send, stage + step, microbatch)
             post[index] = where.rows(receive, stage, microbatch)
     rank = plan.rank_of_rows()
-    waits = np.where((arrival >= 0) & (rank[arrival] != rank), arrival, NONE)
+    waits = arrival.copy()
+    waits[rank[arrival] == rank] = NONE
     return Needs(own, arrival, post, waits, _copies(plan, own, rank))
 
 
 def _copies(plan: Plan, own: IntArray, rank: IntArray) -> IntArray:
-    copy = np.full(len(own), NONE, np.int32)
-    kind = plan.rows.kind
+    if not plan.has(Kind.OFFLOAD):
+        return _none(plan)
+    copy, kind = np.full(len(own), NONE, np.int32), plan.rows.kind
     offloads = np.flatnonzero(kind == Kind.OFFLOAD)
-    if len(offloads):
-        reloaded = np.isin(kind, (Kind.B, Kind.I)) & (own >= 0) & (kind[own] == Kind.RELOAD)
-        copy[reloaded] = own[reloaded]
-        at = np.flatnonzero(np.isin(kind, COPIES))
-        before = np.append(NONE, offloads)[np.searchsorted(offloads, at)]
-        copy[at] = np.where((before >= 0) & (rank[before] == rank[at]), before, NONE)
+    reloaded = np.isin(kind, (Kind.B, Kind.I)) & (own >= 0) & (kind[own] == Kind.RELOAD)
+    copy[reloaded] = own[reloaded]
+    at = np.flatnonzero(np.isin(kind, COPIES))
+    before = np.append(NONE, offloads)[np.searchsorted(offloads, at)]
+    copy[at] = np.where((before >= 0) & (rank[before] == rank[at]), before, NONE)
     return copy
+
+
+def _none(plan: Plan) -> IntArray:
+    """A column without any rows, which takes no memory."""
+    return np.broadcast_to(np.int32(NONE), len(plan.rows))
 
 
 def channels(plan: Plan) -> IntArray:
     """The channel in which each row sends its result to another rank, or NONE.
 
-    A channel is (sender, receiver, activations or gradients) as one number. What sends is a SEND
-    or, where communication is implicit, a compute action.
+    A channel is (sender, receiver, activations or gradients); they are numbered from 0 on. What
+    sends is a SEND or, where communication is implicit, a compute action.
     """
-    rows, in_range, rank_of = plan.rows, exists(plan), np.array(plan.placement.rank_of)
-    channel = np.full(len(rows), NONE)
+    rows, in_range = plan.rows, exists(plan)
+    channel, names = np.full(len(rows), NONE, np.int32), _channel_names(plan)
     for gradient, (send, producers) in enumerate(SENT.items()):
         _, step = PARTNERS[send]
         kinds = (send,) if plan.level == Level.LOWERED else producers
         index = np.flatnonzero(in_range & np.isin(rows.kind, kinds))
         index = index[crosses(plan, rows.stage[index], rows.stage[index] + step)]
-        stage = rows.stage[index]
-        channel[index] = (rank_of[stage] * plan.ranks + rank_of[stage + step]) * 2 + gradient
+        channel[index] = names[gradient, rows.stage[index]]
     return channel
+
+
+def _channel_names(plan: Plan) -> IntArray:
+    """The channel of each stage, for activations and for gradients."""
+    rank_of = np.array(plan.placement.rank_of)
+    pairs = np.stack([rank_of * plan.ranks + np.roll(rank_of, -step) for step in (1, -1)])
+    _, names = np.unique(pairs * 2 + [[0], [1]], return_inverse=True)
+    return names.reshape(pairs.shape).astype(np.int32)

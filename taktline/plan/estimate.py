@@ -1,8 +1,8 @@
 """What each rank holds while it trains: an estimate in bytes, from what its stages are.
 
 Of a rank: the weights, gradients and optimizer state of its stages, the activations of the
-micro-batches that its plan has in flight, and messages. Not in it: what one operation needs for a
-moment, and what a device and its libraries take for themselves (0.5 to 1.5 GiB of a GPU).
+micro-batches that its plan has in flight, messages, and what a forward or backward needs for a
+moment. Not in it: what a device and its libraries take for themselves (0.5 to 1.5 GiB of a GPU).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy as np
 from taktline.checks import check, refuse
 from taktline.errors import MismatchError
 from taktline.plan.action import Kind
+from taktline.plan.costs import Costs
+from taktline.plan.memory import peak_memory
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray
 from taktline.text import size_in, size_text, table
@@ -70,9 +72,13 @@ class Bytes:
     """What forwards keep for their backwards."""
     messages: float
     """Of a stage, what goes to the next one; its gradient is as large."""
+    working: float = 0.0
+    """What a forward or backward needs for a moment, beside what it keeps."""
+    updating: float = 0.0
+    """The same of a step of the optimizer, when no activations are kept."""
     streamed: float = 0.0
     """Of a stage, weights that come from the host while it computes; the weights of a rank include
-    its largest ones."""
+     its largest ones."""
 
     @property
     def held(self) -> float:
@@ -81,8 +87,8 @@ class Bytes:
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return self.held + self.activations + self.messages
+        """All of it, at the moment when it is most."""
+        return self.held + max(self.activations + self.messages + self.working, self.updating)
 
 
 def in_flight(plan: Plan) -> list[FloatArray]:
@@ -123,14 +129,16 @@ def estimate(plan: Plan, stages: Sequence[Bytes]) -> list[Bytes]:
     [480.0, 450.0]
     """
     messages = boundary_messages(plan, [stage.messages for stage in stages])
+    peaks = peak_memory(plan, Costs(activation=tuple(stage.activations for stage in stages)))
     found: list[Bytes] = []
-    for rank, counts in enumerate(in_flight(plan)):
+    for rank in range(plan.ranks):
         own = [stages[stage] for stage in plan.placement.stages_of(rank)]
-        peak = (counts @ np.array([stage.activations for stage in own], float)).max(initial=0.0)
-        weights, *held = (sum(getattr(s, name) for s in own) for name in PARTS[:3])
-        weights += sum(sorted(stage.streamed for stage in own)[-AT_ONCE:])
-        known = dict(zip(PARTS, [weights, *held, peak, messages[rank]], strict=True))
-        found.append(Bytes(**{name: float(number) for name, number in known.items()}))
+        summed = (*PARTS[:3], "updating")
+        held = {name: float(sum(getattr(s, name) for s in own)) for name in summed}
+        held["weights"] += sum(sorted(stage.streamed for stage in own)[-AT_ONCE:])
+        working = max((stage.working for stage in own), default=0.0)
+        known = {"activations": float(peaks[rank]), "messages": float(messages[rank])}
+        found.append(Bytes(**held, **known, working=working))
     return found
 
 
@@ -140,11 +148,13 @@ PARTS = tuple(field.name for field in fields(Bytes) if field.name != "streamed")
 
 def memory_table(found: Sequence[Bytes], limits: Sequence[RankLimit]) -> str:
     """What each rank holds, and what is left of its memory."""
-    lines = [["rank", *PARTS, "total", "memory", "left"]]
+    rare = [name for name in PARTS[5:] if not any(getattr(each, name) for each in found)]
+    parts = [name for name in PARTS if name not in rare]
+    lines = [["rank", *parts, "total", "memory", "left"]]
     for rank, (each, limit) in enumerate(zip(found, limits, strict=True)):
         left = limit.memory - each.total
         short = "-" * (left < 0) + size_text(abs(left))
         known = ["", ""] if limit.memory == math.inf else [size_text(limit.memory), short]
-        numbers = [*(getattr(each, name) for name in PARTS), each.total]
+        numbers = [*(getattr(each, name) for name in parts), each.total]
         lines.append([f"{rank}", *map(size_text, numbers), *known])
     return table(lines)

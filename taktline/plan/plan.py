@@ -184,6 +184,7 @@ class Plan(Drawable):
     """Rank r has the rows from ``offsets[r]`` up to ``offsets[r + 1]``."""
     known: dict[str, object]
     """Results that were computed of this plan: it never changes, so neither do they."""
+    _kinds: frozenset[int]
 
     def __init__(
         self,
@@ -208,14 +209,14 @@ class Plan(Drawable):
         rows = Rows.concatenate(rows_by_rank)
         for column in (rows.kind, rows.stage, rows.microbatch, rows.joined):
             column.flags.writeable = False
-        levels = _LEVEL_OF_KIND[rows.kind]
-        found = Level(int(levels.max(initial=level or Level.COMPUTE)))
+        kinds = frozenset(np.flatnonzero(np.bincount(rows.kind)).tolist())
+        found = max([level or Level.COMPUTE, *(_LEVEL_OF_KIND[kind] for kind in kinds)])
         if level is not None and level < found:
-            kind = Kind(rows.kind[np.argmax(levels)])
+            kind = Kind(next(kind for kind in rows.kind.tolist() if _LEVEL_OF_KIND[kind] == found))
             raise PlanError(f"a {level.name} plan may not contain {kind.name}")
         offsets = np.cumsum([0, *map(len, rows_by_rank)])
         vars(self).update(name=name, placement=placement, microbatches=microbatches, level=found)
-        vars(self).update(rows=rows, offsets=offsets, known={})
+        vars(self).update(rows=rows, offsets=offsets, known={}, _kinds=kinds)
 
     @classmethod
     def from_actions(
@@ -264,11 +265,11 @@ class Plan(Drawable):
 
     def rank_of_rows(self) -> IntArray:
         """The rank of each row."""
-        return np.repeat(np.arange(self.ranks), np.diff(self.offsets))
+        return np.repeat(np.arange(self.ranks, dtype=np.int32), np.diff(self.offsets))
 
     def has(self, *kinds: Kind) -> bool:
         """Whether any action is of one of these kinds."""
-        return bool(np.isin(self.rows.kind, kinds).any())
+        return not self._kinds.isdisjoint(kinds)
 
     @property
     def saves_memory(self) -> bool:
@@ -322,7 +323,7 @@ def _as_action(item: object) -> Action | Overlap:
 
 
 # In the order of the kinds: those that compute or copy, that communicate, and of whole stages.
-_LEVEL_OF_KIND = np.array([Level.COMPUTE] * 7 + [Level.LOWERED] * 4 + [Level.SHARDED] * 3)
+_LEVEL_OF_KIND = [Level.COMPUTE] * 7 + [Level.LOWERED] * 4 + [Level.SHARDED] * 3
 
 
 def _infer_placement(rows_by_rank: Sequence[Rows]) -> Placement:

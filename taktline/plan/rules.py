@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -63,14 +64,21 @@ class Subject:
         self.exists = exists(plan)
         self.where = Where(plan)
         self.needs = needs(plan, self.where)
-        self.partner = np.full(len(plan.rows), NONE)
+
+    @cached_property
+    def partner(self) -> IntArray:
         """Of each SEND its RECV, and the reverse."""
+        rows, partner = self.plan.rows, np.full(len(self.plan.rows), NONE)
         for kind, (other, step) in PARTNERS.items():
             at = self.select(kind)
-            stage, microbatch = plan.rows.stage[at] + step, plan.rows.microbatch[at]
-            self.partner[at] = self.where.rows(other, stage, microbatch)
-        index = np.cumsum(~plan.rows.second_of_pair()) - 1
-        self.position = index - np.append(index, len(plan))[plan.offsets[:-1]][self.rank]
+            partner[at] = self.where.rows(other, rows.stage[at] + step, rows.microbatch[at])
+        return partner
+
+    @cached_property
+    def position(self) -> IntArray:
+        """Of each row, the place of its action in its rank's list."""
+        index = np.cumsum(~self.plan.rows.second_of_pair()) - 1
+        return index - np.append(index, len(self.plan))[self.plan.offsets[:-1]][self.rank]
 
     def at(self, row: int, rule: str, message: str) -> Violation:
         """A violation by the action in this row."""
@@ -125,10 +133,9 @@ def out_of_range(subject: Subject) -> Iterator[Violation]:
 def wrong_rank(subject: Subject) -> Iterator[Violation]:
     """A stage's actions are on its rank."""
     plan = subject.plan
-    rank_of = np.array(plan.placement.rank_of)
-    index = np.flatnonzero(subject.exists)
-    owner = rank_of[plan.rows.stage[index]]
-    for row in index[owner != subject.rank[index]].tolist():
+    rank_of = np.array(plan.placement.rank_of, np.int32)
+    owner = rank_of[np.where(subject.exists, plan.rows.stage, 0)]
+    for row in np.flatnonzero(subject.exists & (owner != subject.rank)).tolist():
         stage = int(plan.rows.stage[row])
         yield subject.at(row, "rank", f"stage {stage} is on rank {rank_of[stage]}")
 
@@ -136,7 +143,12 @@ def wrong_rank(subject: Subject) -> Iterator[Violation]:
 def duplicate(subject: Subject) -> Iterator[Violation]:
     """Nothing is done twice."""
     rows, where = subject.plan.rows, subject.where
-    index = subject.select(*(kind for kind in Kind if kind.has_microbatch))
+    kinds = [kind for kind in Kind if kind.has_microbatch and subject.plan.has(kind)]
+    count = np.count_nonzero(subject.exists & (rows.microbatch >= 0))
+    again = count - sum(np.count_nonzero(where.grid(kind) >= 0) for kind in kinds)
+    if not again and not (subject.plan.has(Kind.B) and subject.plan.has(Kind.I, Kind.W)):
+        return
+    index = subject.select(*kinds)
     kind, stage, microbatch = rows.kind[index], rows.stage[index], rows.microbatch[index]
     first = where.rows(kind, stage, microbatch)
     again = first != index
@@ -152,18 +164,15 @@ def duplicate(subject: Subject) -> Iterator[Violation]:
 def missing(subject: Subject) -> Iterator[Violation]:
     """Every stage runs every micro-batch forward and, if any backward is planned, backward."""
     plan, where = subject.plan, subject.where
-    stage, microbatch = (grid.ravel() for grid in np.mgrid[: plan.stages, : plan.microbatches])
 
     def absent(kind: Kind, mask: BoolArray) -> Iterator[Violation]:
-        for at in np.flatnonzero(mask).tolist():
-            action = Action(int(stage[at]), kind, int(microbatch[at]))
+        for stage, microbatch in np.argwhere(mask).tolist():
+            action = Action(stage, kind, microbatch)
             yield subject.absent("missing", "is not in the plan", action)
 
-    yield from absent(Kind.F, where.rows(Kind.F, stage, microbatch) < 0)
+    yield from absent(Kind.F, where.grid(Kind.F) < 0)
     if plan.has(Kind.B, Kind.I, Kind.W):
-        full, inputs, weights = (
-            where.rows(kind, stage, microbatch) >= 0 for kind in (Kind.B, Kind.I, Kind.W)
-        )
+        full, inputs, weights = (where.grid(kind) >= 0 for kind in (Kind.B, Kind.I, Kind.W))
         yield from absent(Kind.B, ~full & ~inputs & ~weights)
         yield from absent(Kind.I, weights & ~inputs & ~full)
         yield from absent(Kind.W, inputs & ~weights & ~full)
@@ -187,11 +196,13 @@ def kept(subject: Subject) -> Iterator[Violation]:
 
 def order(subject: Subject) -> Iterator[Violation]:
     """On one rank, an action comes after the actions that it needs."""
-    rows, rank, position = subject.plan.rows, subject.rank, subject.position
+    rows, rank = subject.plan.rows, subject.rank
+    # Both rows of a pair run together, so from the first one on, it is too late for either.
+    pair_of = np.arange(len(rows), dtype=np.int32) - rows.second_of_pair()
     for column in (subject.needs.own, subject.needs.arrival, subject.needs.post):
-        late = (column >= 0) & (rank[column] == rank) & (position[column] >= position)
+        late = (column >= pair_of) & (rank[column] == rank)
         for row in np.flatnonzero(late).tolist():
-            need = int(column[row])
+            need, position = int(column[row]), subject.position
             when = "runs together with it" if position[need] == position[row] else "comes later"
             yield subject.at(
                 row, "order", f"needs {rows.leaf(need)}, which {when} ({_place(subject, need)})"

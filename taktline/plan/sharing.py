@@ -87,9 +87,8 @@ def _shared(plan: Plan, costs: Costs, cores: float) -> Timeline:
     the other.
     """
     left, waits, channel = costs.durations(plan), needs(plan).waits.tolist(), channels(plan)
-    # A gradient is as large as its activation, which the stage before has sent.
-    of_stage = np.maximum(plan.rows.stage - (plan.rows.kind != Kind.F), 0)
-    occupies = costs.of("message_bytes", plan.stages)[of_stage] / costs.link.bandwidth
+    letter = ((plan.rows.kind != Kind.F).astype(np.int8), plan.rows.stage)
+    occupies, flight = (table[letter] for table in costs.messages(plan.placement))
     start, end, arrival = np.full((3, len(left)), math.inf)
     row, ends = plan.offsets[:-1].tolist(), plan.offsets[1:].tolist()
     free = dict.fromkeys(channel.tolist(), 0.0)
@@ -117,7 +116,7 @@ def _shared(plan: Plan, costs: Costs, cores: float) -> Timeline:
             end[done] = arrival[done] = now
             if line >= 0:
                 free[line] = max(now, free[line]) + occupies[done]
-                arrival[done] = free[line] + costs.link.latency
+                arrival[done] = free[line] + flight[done]
 
 
 _NOTHING = 1e-12

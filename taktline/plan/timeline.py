@@ -280,8 +280,8 @@ class Timeline(Drawable):
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """Simulate a plan: every action runs as early as its rank and its dependencies allow.
 
-    If messages can delay actions, by queueing or by keeping their sender busy, the timeline is that
-    of the lowered plan.
+    If messages keep their sender busy, or those of overlapped pairs queue, the timeline is that of
+    the lowered plan.
 
     >>> from taktline.plan import build
     >>> timeline = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=1.0))
@@ -290,33 +290,34 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """
     costs = Costs() if costs is None else check("costs", costs, Costs)
     require_valid(plan)
-    if costs.messages_matter:
+    sent, flight = costs.messages(plan.placement)
+    # Both halves of a pair end at once, so where their messages queue is seen in the lowered plan.
+    if costs.comm_blocks or (sent.any() and plan.rows.joined.any()):
         plan = add_comm(plan)
-    rows, needed = plan.rows, needs(plan)
-    duration, channel = costs.durations(plan), channels(plan)
-    # A gradient is as large as its activation, which the stage before has sent.
-    backward = np.isin(rows.kind, (Kind.B, Kind.I, Kind.SEND_B))
-    size = costs.of("message_bytes", plan.stages)[np.maximum(rows.stage - backward, 0)]
-    occupies = np.where(channel >= 0, size / costs.link.bandwidth, 0.0)
-    delay = np.where(channel >= 0, costs.link.latency, 0.0)
+    duration, waits = costs.durations(plan), needs(plan).waits
+    if not (sent.any() or flight.any() or plan.has(*COPIES)):
+        start = walk(plan, waits, duration).start
+        return Timeline(plan, start, start + duration, costs)
+    rows, channel = plan.rows, channels(plan)
+    letter = (np.isin(rows.kind, (Kind.B, Kind.I, Kind.SEND_B)).astype(np.int8), rows.stage)
+    occupies, delay = (np.where(channel >= 0, table[letter], 0.0) for table in (sent, flight))
     if costs.comm_blocks:
         duration += occupies + delay
         occupies, delay = np.zeros(len(rows)), 0.0
     if not plan.has(*COPIES):
-        run = walk(plan, needed.waits, duration, channel=channel, occupies=occupies, delay=delay)
+        run = walk(plan, waits, duration, channel=channel, occupies=occupies, delay=delay)
         return Timeline(plan, run.start, run.start + duration, costs, run.arrival)
-    copies, rank = np.isin(rows.kind, COPIES), plan.rank_of_rows()
-    # A channel of messages is between different ranks.
-    engine = (rank * plan.ranks + rank) * 2 + (rows.kind == Kind.RELOAD)
+    copies = np.isin(rows.kind, COPIES)
+    engine = channel.max(initial=0) + 1 + plan.rank_of_rows() * 2 + (rows.kind == Kind.RELOAD)
     channel, occupies = np.where(copies, engine, channel), np.where(copies, duration, occupies)
     run = walk(
         plan,
-        needed.waits,
+        waits,
         np.where(copies, 0.0, duration),
         channel=channel,
         occupies=occupies,
         delay=delay,
-        copy=needed.copy,
+        copy=needs(plan).copy,
     )
     start = np.where(copies, run.arrival - duration, run.start)
     end = np.where(copies, run.arrival, run.start + duration)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from taktline.plan.action import Action, Kind
-from taktline.plan.costs import Costs, Link
+from taktline.plan.costs import Costs
+from taktline.plan.links import Link
 from taktline.plan.plan import Placement, Plan
 from taktline.plan.registry import find
 from taktline.plan.rows import BoolArray, FloatArray, IntArray, Rows, known_medians
@@ -299,7 +300,7 @@ def _messages(timeline: Timeline, cores: float, spinning: bool) -> tuple[float, 
         return 0.0, 0.0
     costs = Costs.from_timeline(timeline)
     keeps = work(timeline, cores, spinning=spinning)[sends]
-    return float(np.median(keeps)), costs.link.latency
+    return float(np.median(keeps)), costs.link.between(0, 1).latency
 
 
 def with_overhead(units: Units, whole: Sequence[Timeline], bounds: Sequence[int]) -> Units:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -57,11 +56,8 @@ class Work:
         stages, rank_of = placement.stages, placement.rank_of
         times = [costs.of(name, stages) for name in _TIMES]
         whole, kept = (costs.keeps(placement, part) for part in ("activation", "kept_for_weight"))
-        messages = costs.of("message_bytes", stages) / costs.link.bandwidth + costs.link.latency
-        crosses = [a != b for a, b in pairwise(rank_of)]
-        # A gradient is as large as its activation.
-        forth = [flight * away for flight, away in zip(messages.tolist(), crosses, strict=False)]
-        hop = [[*forth, 0.0], [0.0, *forth], [0.0] * stages]
+        # From each letter to the one that needs its message; a W sends none.
+        hop = [*np.sum(costs.messages(placement), axis=0).tolist(), [0.0] * stages]
         if costs.comm_blocks:
             times = [time + np.array(flight) for time, flight in zip(times, hop, strict=True)]
             hop = [[0.0] * stages] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.flop_counter import flop_registry
@@ -96,7 +97,8 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """The floating-point operations of a product; 0 of others."""
     packet = getattr(func, "overloadpacket", func)
     if packet in flop_registry:
-        return flop_registry[packet](*args, **kwargs, out_val=result)
+        with suppress(AssertionError):  # it does not know grouped queries
+            return flop_registry[packet](*args, **kwargs, out_val=result)
     name = getattr(packet, "__name__", "")
     given = all_tensors((args, kwargs))
     if name in _RECURRENT:

@@ -225,6 +225,7 @@ def build(given: SimpleNamespace) -> Built:
     built = Built(ranks, plan, state, table, given.example, options, streams)
     built.choice, built.starts = choice, given.starts
     built.example_target, built.memory = given.example_target, given.memory
+    built.target = given.example_target
     with guarded(ranks.transport, BUILDING):
         built.schedule._runner.connect()
     return built
@@ -250,6 +251,8 @@ class Built:
     trains: bool = field(init=False)
     """Whether the plan has a backward."""
     example_target: Any = None
+    target: Any = None
+    """The target of one micro-batch, without its data, if it is known."""
     memory: Any = None
     """The bytes that ranks may use."""
     choice: str = ""
@@ -358,6 +361,7 @@ def replan(built: Built) -> Built:
         old, table = built.schedule, replace(built.table, plan=plan)
         found = Built(ranks, plan, built.model, table, built.example, built.options, built.streams)
         found.example_target, found.memory = built.example_target, built.memory
+        found.target = built.target
         found.choice, found.starts, found.schedule.steps = text, built.starts, old.steps
         runner, before = found.schedule._runner, old._runner
         runner.stepped_at, runner.stall_after = before.stepped_at, before.stall_after

@@ -375,13 +375,14 @@ class Pipeline:
         if trace.timelines and not self._built.ranks.in_one_process:
             self._metrics.bubble = trace.timelines[0].bubble()
 
-    def memory(self) -> Memory:
-        """What the stages keep for their backwards, by the plan and measured; print it.
+    def memory(self, optimizer: torch.optim.Optimizer | None = None) -> Memory:
+        """What each rank holds, and what the stages keep for their backwards; print it.
 
-        All ranks call it, after a step.
+        All ranks call it, best after a step, when the target of the loss is known. The state is
+        that of an optimizer like the given one, by default AdamW.
         """
         with self._turn, self._built.everywhere("memory()"):
-            return memory_of(self._built)
+            return memory_of(self._built, optimizer)
 
     def replan(self) -> str:
         """Measure steps of the example, and go on with the best plan for the stages as they are.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -29,6 +29,7 @@ from taktline.split.auto import Division, Measure, divide
 from taktline.split.steps import all_tensors
 from taktline.text import counted, size_text
 from taktline.train import stage_table
+from taktline.train.moments import Live, Moment
 from taktline.train.weights import bytes_of
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -55,52 +56,59 @@ def stage_bytes(
     modules: Iterable[nn.Module],
     needs: Sequence[stage_table.StageNeeds],
     optimizer: MakeOptimizer = torch.optim.AdamW,
+    moments: Sequence[Moment | None] | None = None,
     *,
     streams: bool = False,
 ) -> list[Bytes]:
     """What stages take in training, with the state of an optimizer; frozen weights have none.
 
-    With ``streams``, frozen weights come from the host.
+    ``moments`` are what they were measured to keep, in place of the needs. With ``streams``, frozen
+    weights come from the host.
     """
     found: list[Bytes] = []
-    for module, need in zip(modules, needs, strict=True):
+    for module, need, moment in zip(modules, needs, moments or repeat(None), strict=False):
         held = {id(each): each for each in (*module.parameters(), *module.buffers())}
         trained = [each for each in held.values() if each.requires_grad]
         weights, gradients = sum(map(bytes_of, held.values())), sum(t.nbytes for t in trained)
         frozen = (each for each in held.values() if isinstance(each, nn.Parameter))
         streamed = sum(bytes_of(p) for p in frozen if not p.requires_grad) if streams else 0
-        known = {"activations": need.keeps, "messages": need.sends, "streamed": streamed}
-        state = _state_bytes(trained, optimizer)
-        sizes = {"weights": weights - streamed, "gradients": gradients, "optimizer": state}
-        found.append(Bytes(**sizes, **known))
+        keeps, working = moment or Moment(need.keeps, 0)
+        known = {"activations": keeps, "messages": need.sends, "streamed": streamed}
+        state, updating = _state_bytes(trained, optimizer)
+        known |= {"optimizer": state, "updating": updating, "working": working}
+        found.append(Bytes(weights=weights - streamed, gradients=gradients, **known))
     return found
 
 
 def held_by(module: nn.Module) -> int:
     """What a stage takes all the time, trained with AdamW."""
-    return int(stage_bytes([module], [_NOTHING])[0].held)
+    return int(stage_bytes([module], [stage_table.NOTHING])[0].held)
 
 
 def held_by_ranks(plan: Plan, modules: Mapping[int, nn.Module], *, streams: bool) -> list[float]:
     """What each rank takes all the time, trained with AdamW."""
     listed = [modules[stage] for stage in range(plan.stages)]
-    found = stage_bytes(listed, [_NOTHING] * plan.stages, streams=streams)
+    found = stage_bytes(listed, [stage_table.NOTHING] * plan.stages, streams=streams)
     return [rank.held for rank in estimate(plan, found)]
 
 
-_NOTHING = stage_table.StageNeeds((0, 0, 0), 0, ())
-
-
-def _state_bytes(trained: Sequence[torch.Tensor], make: MakeOptimizer) -> int:
-    """The bytes of an optimizer's state, found by a step without data."""
+def _state_bytes(trained: Sequence[torch.Tensor], make: MakeOptimizer) -> tuple[int, int]:
+    """The bytes of an optimizer's state, and what its step needs for a moment: without data."""
     empty = [nn.Parameter(torch.empty_like(each, device="meta")) for each in trained]
     for each in empty:
         each.grad = torch.empty_like(each)
     if not empty:
-        return 0
+        return 0, 0
     optimizer = make(empty)
+    on_gpu = any(each.device.type in ("cuda", "meta") for each in trained)
+    for group in optimizer.param_groups if on_gpu else ():  # as torch does by default there
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
     optimizer.step()
-    return sum(part.nbytes for each in optimizer.state.values() for part in all_tensors(each))
+    with Live([*empty, *all_tensors(list(optimizer.state.values()))]) as live:
+        optimizer.step()
+    state = sum(part.nbytes for each in optimizer.state.values() for part in all_tensors(each))
+    return state, live.most if on_gpu else 0  # else one parameter after another
 
 
 def cuts_within(
@@ -144,7 +152,10 @@ def cuts_within(
         for a, b in pairwise(bounds)
     ]
     sent = [stages[end - 1].messages for end in bounds[1:]]
-    joined = [Bytes(**each | {"messages": some}) for each, some in zip(sums, sent, strict=True)]
+    joined = [
+        Bytes(**each | {"messages": some, "updating": 0})
+        for each, some in zip(sums, sent, strict=True)
+    ]
     found = [each.total for each in estimate(plan, joined)]
     lacks = [total - limit.memory for total, limit in zip(found, limits, strict=True)]
     if max(lacks) > 0:

@@ -243,8 +243,14 @@ def _mesh(ranks: int | None, data_parallel: str | None, device: torch.device) ->
             'replicas of the pipeline: pass data_parallel="ddp" or "fsdp", or leave out ranks'
         )
     shape = (size, world // size) if data_parallel is not None else (size,)
-    forget_meshes()
+    if _made:  # what forgets takes a third of a second to import
+        forget_meshes()
+    _made.append(shape)
     return init_device_mesh(device.type, shape, mesh_dim_names=(PIPELINE, "dp")[: len(shape)])
+
+
+_made: list[tuple[int, ...]] = []
+"""The shapes of all meshes that were made here, in this process."""
 
 
 def _leave() -> None:

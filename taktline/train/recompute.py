@@ -49,7 +49,10 @@ def recompute(stage: nn.Module, chosen: Checkpoint) -> None:
         if chosen == "blocks":
             parts = name.split(".")[:-1]
             around = (".".join(parts[:depth]) for depth in range(len(parts) + 1))
-            wanted = any(isinstance(stage.get_submodule(each), _ROWS) for each in around)
+            # A stage that was cut out of a sequence has its members, by their numbers.
+            wanted = name.isdigit() or any(
+                isinstance(stage.get_submodule(each), _ROWS) for each in around
+            )
         else:
             wanted = chosen(name, module)
         if wanted:

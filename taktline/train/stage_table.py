@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,27 +12,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from taktline import pytree
-from taktline.device import keep_generators
 from taktline.meta import as_arguments, name_of
 from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
-from taktline.plan.estimate import RankLimit
-from taktline.private import private
+from taktline.plan.estimate import RankLimit, boundary_messages
 from taktline.side_values import SideValues, Skip
 from taktline.split.costs import OperationCounter
 from taktline.split.recorded_stage import crossings_of
 from taktline.split.steps import all_tensors, arguments_of
 from taktline.stage.names import named_parameters
 from taktline.text import size_text, table
-from taktline.train.weights import is_quantised
+from taktline.train.moments import Given, Saved, without_data
+from taktline.train.weights import bytes_of
 from taktline.transport import Transport
 from taktline.transport.codec import note_containers
 from taktline.transport.exchange import share_values
 
 _log = logging.getLogger("taktline")
-_FakeMode = private("torch._subclasses.fake_tensor.FakeTensorMode", "a prediction without data")
 
 
 class Crossing(NamedTuple):
@@ -54,11 +50,16 @@ class StageNeeds(NamedTuple):
     """Bytes that a forward keeps for its backward."""
     crosses: tuple[Crossing, ...]
     """The tensors that go to the next stage."""
+    given: Given | None = None
+    """What it gets, as tensors without data."""
 
     @property
     def sends(self) -> int:
         """Bytes that go to the next stage."""
         return sum(tensor.nbytes for tensor in self.crosses)
+
+
+NOTHING = StageNeeds((0, 0, 0), 0, ())
 
 
 def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | None:
@@ -67,37 +68,33 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | No
     None if the forward reads data: it is for a prediction only, and what is wrong with a model a
     step reports.
     """
-    tensors = [tensor for m in modules for tensor in (*m.parameters(), *m.buffers())]
-    here = next((tensor.device for tensor in tensors), torch.device("cpu"))
-    here = torch.device("cpu") if here.type == "meta" else here
-    mode, held = _FakeMode(allow_non_fake_inputs=True), dict[int, Any]()
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta:
-            return torch.empty_like(tensor, device=here, requires_grad=tensor.requires_grad)
-        if is_quantised(tensor):  # its operations are those on the weight that it stands for
-            made: Any = torch.empty(tensor.shape, dtype=tensor.dtype, device=here)
-            made.quant_state = getattr(tensor, "quant_state", None)
-            held[id(made.quant_state)] = made.quant_state  # not copied
-            return made
-        return mode.from_tensor(tensor)
-
-    eagerly = torch.compiler.set_stance("force_eager")
     try:
-        with eagerly, keep_generators([here]), torch.enable_grad(), mode:
-            held |= {id(tensor): fake(tensor) for tensor in tensors}
-            call = pytree.tree_map_only(
-                torch.Tensor, lambda part: fake(_alone(part).to(here)), arguments_of(example)
-            )
-            # A forward may change what it finds: buffers, and attributes of modules.
-            copies = copy.deepcopy(list(modules), held)
+        call = pytree.tree_map_only(torch.Tensor, _alone, arguments_of(example))
+        with without_data(modules, (tuple(call[0]), dict(call[1]))) as (copies, (args, kwargs)):
             names = [crossings_of(module) for module in modules]
             # What a first call does beside its work does not count.
-            _needs_of(names, copies, *call)
-            return _needs_of(names, copies, *call)
+            _needs_of(names, copies, args, kwargs)
+            found = _needs_of(names, copies, args, kwargs)
+        return [need._replace(given=_described(need.given)) for need in found]
     except Exception as error:  # whatever a model raises
         _log.info("no prediction of work and memory: %s: %s", type(error).__name__, error)
         return None
+
+
+def _described(given: Any) -> Any:
+    """The same as tensors that have no data anywhere."""
+
+    def described(part: torch.Tensor) -> torch.Tensor:
+        size, dtype, meta = part.shape, part.dtype, torch.device("meta")
+        made = torch.empty_strided(size, part.stride(), dtype=dtype, device=meta)
+        return made.requires_grad_(part.requires_grad)
+
+    skips = {
+        name: Skip(pytree.tree_map_only(torch.Tensor, described, skip.value), skip.stage)
+        for name, skip in given.skips.items()
+    }
+    args, kwargs = pytree.tree_map_only(torch.Tensor, described, (given.args, given.kwargs))
+    return Given(args, kwargs, skips)
 
 
 def _needs_of(
@@ -106,16 +103,11 @@ def _needs_of(
     found: list[StageNeeds] = []
     skips: dict[str, Skip] = {}
     for stage, module in enumerate(copies):
-        weights = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        kept: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            kept[_memory(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        hooks = saved_tensors_hooks(keep, lambda tensor: tensor)
-        with SideValues(stage, skips) as side, OperationCounter() as counter, hooks:
-            output = module(*args, **(kwargs if stage == 0 else {}))
+        own = kwargs if stage == 0 else {}
+        given = Given(tuple(args), own, {k: Skip(s.value, s.stage) for k, s in skips.items()})
+        kept = Saved([*module.parameters(), *module.buffers()])
+        with SideValues(stage, skips) as side, OperationCounter() as counter, kept.hooks:
+            output = module(*args, **own)
         skips, args = side.skips, as_arguments(output)
         note_containers(pytree.tree_structure(args))
         crossing = all_tensors((args, [skip.value for skip in skips.values()]))
@@ -124,19 +116,14 @@ def _needs_of(
             Crossing(name, name_of(part.dtype), tuple(part.shape), part.nbytes)
             for name, part in zip(chain(names[stage], repeat(other)), crossing, strict=False)
         )
-        keeps = sum(size for memory, size in kept.items() if memory not in weights)
         work = (counter.cost, counter.backward_input, counter.backward_weight)
-        found.append(StageNeeds(work, keeps, crosses))
+        found.append(StageNeeds(work, kept.total, crosses, given))
     return found
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """The same without the rest of the batch, if it is part of one."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class Boundaries(dict[int, tuple[Crossing, ...]]):
@@ -172,6 +159,8 @@ class StageTable:
     """What each rank has, if it was said."""
     memory: str = ""
     """What each rank holds, and what is left of its memory, as a table."""
+    held: tuple[float, ...] = ()
+    """The bytes of weights, gradients and AdamW's state of each stage, if all are known."""
     prepared: bool = False
     """Whether ``prepare`` or ``checkpoint`` has changed the stages since they were measured."""
 
@@ -188,7 +177,8 @@ class StageTable:
         if len(modules) == plan.stages:
             listed = [modules[stage] for stage in range(plan.stages)]
             needs = None if example is None else measure(listed, example)
-            return cls(plan, {stage: (layers, count) for stage, layers, count in mine}, needs)
+            rows = {stage: (layers, count) for stage, layers, count in mine}
+            return cls(plan, rows, needs, held=tuple(map(_held, listed)))
         shared = share_values(transport, mine, [(int, str, int)], "Pipeline(…)", what="the stages")
         return cls(plan, {stage: (text, n) for rank in shared for stage, text, n in rank}, None)
 
@@ -227,23 +217,37 @@ class StageTable:
         plan, needs = self.plan, self.needs
         peaks = peak_memory(plan, self.work)
         lines = [["rank", "stage", "layers", "parameters", "sends", "keeps", "peak"]]
+        lines[0] += ["total"] * bool(needs and self.held)
+        messages = boundary_messages(
+            plan, [need.sends for need in needs or ()] or [0] * plan.stages
+        )
         for rank in range(plan.ranks):
-            peak = size_text(peaks[rank]) if needs else f"{peaks[rank]:g}"
+            peak = [size_text(peaks[rank]) if needs else f"{peaks[rank]:g}"]
+            if needs and self.held:
+                held = sum(self.held[stage] for stage in plan.placement.stages_of(rank))
+                peak.append(size_text(held + peaks[rank] + messages[rank]))
             for place, stage in enumerate(plan.placement.stages_of(rank)):
                 layers, parameters = self.rows[stage]
                 sends = size_text(needs[stage].sends) if needs and stage < plan.stages - 1 else ""
                 keeps = size_text(needs[stage].keeps) if needs else ""
-                once = ["", ""] if place else [str(rank), peak]
                 numbers = [f"{parameters:,}", sends, keeps]
-                lines.append([once[0], str(stage), layers, *numbers, once[1]])
+                ends = [""] * len(peak) if place else peak
+                lines.append(["" if place else str(rank), str(stage), layers, *numbers, *ends])
         basis, memory = "all stages alike", "peak: activations of a rank, in micro-batches"
         if needs:
             basis = "from counted operations"
             memory = "sends, keeps: per micro-batch; peak: activations of a rank"
+            if self.held:
+                memory += "; total: and weights, gradients, AdamW, messages"
             memory += "; all before prepare= and checkpoint=" * self.prepared
         verdict = self.predicted().verdict
         text = f"{table(lines, left=['layers'])}\npredicted {verdict} ({basis})\n{memory}"
         return f"{text}\n{self.memory}" if self.memory else text
+
+
+def _held(module: nn.Module) -> float:
+    tensors = {id(each): each for each in (*module.parameters(), *module.buffers())}.values()
+    return float(sum(bytes_of(each) + 3 * each.nbytes * each.requires_grad for each in tensors))
 
 
 def _layers(names: Iterable[str]) -> str:

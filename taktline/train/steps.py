@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from taktline import pytree
 from taktline.checks import check, check_one_of, refuse
 from taktline.errors import (
     ArgumentError,
@@ -71,12 +72,24 @@ def run(
         **lists,
         **options,
     )
+    if built.target is None and target is not None:
+        built.target = _first_of(target, built.plan.microbatches)
     ranks, loss = built.ranks, built.schedule.loss
     if return_outputs is True:
         output = broadcast_output(output, ranks, built.plan.placement.rank_of[-1])
     if loss is not None and ranks.replicas > 1:
         loss = ranks.mean_of_replicas(loss)
     return output, loss
+
+
+def _first_of(target: Any, microbatches: int) -> Any:
+    """The target of the first micro-batch, without its data."""
+
+    def first(part: torch.Tensor) -> torch.Tensor:
+        rows = part if not part.ndim else part[: -(-len(part) // microbatches)]
+        return rows.detach().to("meta")
+
+    return pytree.tree_map_only(torch.Tensor, first, target)
 
 
 _OWN = "the model's own loss"

@@ -51,7 +51,7 @@ class Batches:
         """
         args, kwargs = on_device(arguments_of(given.example), device)
         target = on_device(given.example_target, device)
-        loss = _loss(given.loss_fn, has_target=target is not None)
+        loss = training_loss(given.loss_fn, has_target=target is not None)
         if not cut:
             m = microbatches
             return cls([args] * m, [kwargs] * m, [target] * m, loss)
@@ -69,7 +69,7 @@ class Batches:
         return Batches(args, kwargs, [self.targets[at] for at in places], self.loss_fn)
 
 
-def _loss(loss_fn: Callable[..., torch.Tensor], *, has_target: bool) -> Callable[..., Any]:
+def training_loss(loss_fn: Any, *, has_target: bool) -> Callable[..., Any]:
     """The loss of a step: that of training, or a plain mean where its target is not known."""
 
     def loss(output: Any, target: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from taktline.plan import (
     Costs,
     Link,
+    Links,
     NamedSchedule,
     Plan,
     add_reduce,
@@ -49,6 +50,22 @@ def any_plan(draw: st.DrawFn, most_ranks: int = 4, most_microbatches: int = 5) -
     return at_level(plan, draw(st.sampled_from(LEVELS)), draw(st.integers(1, 3)))
 
 
+def link() -> st.SearchStrategy[Link]:
+    """A link whose times are sums of quarters."""
+    latency = st.integers(0, 12).map(lambda n: n / 4)
+    bandwidth = st.sampled_from([1.0, 2.0, float("inf")])
+    return st.builds(Link, latency=latency, bandwidth=bandwidth)
+
+
+def links() -> st.SearchStrategy[Links]:
+    """Hosts of a few ranks, and single links."""
+    pairs = st.dictionaries(st.sampled_from([(0, 1), (2, 1), (0, 3)]), link(), max_size=2)
+    hosts, rail = st.integers(1, 3), st.none() | link()
+    return st.builds(
+        Links, ranks_per_host=hosts, within=link(), across=link(), rail=rail, pairs=pairs
+    )
+
+
 @st.composite
 def costs(draw: st.DrawFn, stages: int) -> Costs:
     """Costs that differ from stage to stage, in quarters so that sums are exact."""
@@ -63,9 +80,7 @@ def costs(draw: st.DrawFn, stages: int) -> Costs:
         backward_weight=per_stage(),
         backward=draw(st.none() | st.just(per_stage())),
         overlap=draw(st.none() | st.just(per_stage())),
-        link=Link(
-            latency=draw(quarters), bandwidth=draw(st.sampled_from([1.0, 2.0, float("inf")]))
-        ),
+        link=draw(st.one_of(link(), links())),
         message_bytes=per_stage(),
         comm_blocks=draw(st.booleans()),
     )

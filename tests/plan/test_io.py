@@ -266,11 +266,9 @@ def test_a_timeline_s_file_keeps_everything(
     assert again.plan == timeline.plan
     assert again.name == timeline.name
     assert again.costs == timeline.costs == read_costs(file)
-    assert again.arrival is not None
-    assert timeline.arrival is not None
     assert (again.start == timeline.start).all()
     assert (again.end == timeline.end).all()
-    assert (again.arrival == timeline.arrival).all()
+    assert (again.arrivals == timeline.arrivals).all()
     assert not again.measured
     assert is_timeline(file)
     assert read(file) == timeline.plan

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import csv
+import re
+import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,17 +18,24 @@ from hypothesis import strategies as st
 from taktline.errors import CostError
 from taktline.plan import (
     Costs,
+    Kind,
+    Level,
     Link,
+    Links,
     Placement,
     Plan,
+    Timeline,
     build,
     lower,
     memory_curve,
+    optimise,
     peak_memory,
+    read_costs,
     simulate,
+    write,
 )
 from tests.plan.brute_force import finish_times
-from tests.plan.strategies import costs, shapes
+from tests.plan.strategies import any_plan, costs, shapes
 
 FACTS = Path(__file__).parent / "facts"
 
@@ -114,10 +126,115 @@ def test_equals_brute_force(plan: Plan, data: st.DataObject) -> None:
             assert span.end == expected[action.stage, action.kind.name, action.microbatch]
 
 
+@given(any_plan(), st.data())
+def test_many_ranks_walk_together_as_one_by_one(plan: Plan, data: st.DataObject) -> None:
+    """With so many ranks, all of them pass a stop at once: to the last bit, the same times."""
+    chosen = data.draw(costs(plan.stages))
+    saving = plan.level == Level.COMPUTE and not plan.rows.joined.any() and data.draw(st.booleans())
+    if saving and plan.has(Kind.B, Kind.I):
+        plan = _with_copies(plan)
+    runs: list[Timeline] = []
+    for many in (1, 10**9):
+        with patch.object(sys.modules["taktline.plan.walk"], "_MANY", many):
+            runs.append(simulate(plan, chosen))
+    for name in ("start", "end", "arrivals"):
+        assert np.array_equal(getattr(runs[0], name), getattr(runs[1], name)), name
+
+
+def _with_copies(plan: Plan) -> Plan:
+    """Every micro-batch of the first stage is offloaded, and reloaded before its backward."""
+    ranks: list[list[str]] = []
+    for rank in range(plan.ranks):
+        ranks.append([])
+        for action in map(str, plan[rank]):
+            number = re.fullmatch(r"0([FBI])(\d+)", action)
+            copy = {"F": "OFFLOAD", "B": "RELOAD", "I": "RELOAD"}[number[1]] if number else ""
+            new = [f"0{copy}{number[2]}"] if number else []
+            ranks[-1] += [action, *new] if copy == "OFFLOAD" else [*new, action]
+    return Plan.from_actions(ranks, plan.placement, plan.microbatches)
+
+
 @given(shapes())
 def test_lowering_does_not_change_the_times(plan: Plan) -> None:
     costs = Costs(forward=1.5, backward_input=1.25, backward_weight=0.5, link=Link(latency=0.25))
     assert simulate(lower(plan), costs).makespan == simulate(plan, costs).makespan
+
+
+class TestLinks:
+    """Eight ranks, four on a host."""
+
+    PLAN = build("forward_only", ranks=8, microbatches=1, stages_per_rank=1)
+
+    def arrivals(self, links: Links, plan: Plan = PLAN) -> list[float]:
+        """How long each rank's input took to arrive after the action before it."""
+        timeline = simulate(plan, Costs(link=links, message_bytes=2.0))
+        ends = [list(timeline.spans(rank))[-1].end for rank in range(plan.ranks)]
+        return [later - before - 1 for before, later in pairwise(ends)]
+
+    def test_within_a_host_and_across(self) -> None:
+        links = Links(ranks_per_host=4, within=Link(latency=0.5), across=Link(bandwidth=1.0))
+        assert self.arrivals(links) == [0.5, 0.5, 0.5, 2, 0.5, 0.5, 0.5]
+
+    def test_a_slow_link_counts_both_ways(self) -> None:
+        slow = {(6, 5): Link(latency=4.0), (0, 1): Link(latency=3.0)}
+        links = Links(ranks_per_host=4, pairs=slow)
+        assert self.arrivals(links) == [3, 0, 0, 0, 0, 4, 0]
+        assert links.between(5, 6) == links.between(6, 5) == Link(latency=4.0)
+
+    def test_ranks_of_one_place_are_on_a_rail(self) -> None:
+        """With two ranks a host, a stage on each second rank first, every hop stays on a rail."""
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        cells = [[f"{order.index(rank)}F0"] for rank in range(8)]
+        plan = Plan.from_actions(cells, Placement.custom(order))
+        links = Links(ranks_per_host=2, rail=Link(latency=1.0), across=Link(latency=5.0))
+        timeline = simulate(plan, Costs(link=links))
+        ends = sorted(float(end) for end in timeline.end)
+        assert [later - before - 1 for before, later in pairwise(ends)] == [1, 1, 1, 5, 1, 1, 1]
+
+    @pytest.mark.parametrize("microbatches", [1, 3])
+    def test_the_bound_and_the_best_plan_know_them(self, microbatches: int) -> None:
+        """A slow link in the middle: what optimise expects is what the simulation finds."""
+        costs = Costs(link=Links(ranks_per_host=2, across=Link(latency=3.0)))
+        timeline = simulate(
+            optimise(costs, ranks=4, microbatches=microbatches, memory=4, rounds=50), costs
+        )
+        assert timeline.bound is not None
+        assert timeline.bound.makespan <= timeline.makespan
+        assert timeline.makespan >= 4 * 2 + 2 * 3  # there and back over the slow link
+
+    def test_they_are_written_to_files(self, tmp_path: Path) -> None:
+        links = Links(ranks_per_host=2, rail=Link(latency=1.0), pairs={(3, 1): Link(bandwidth=2.0)})
+        costs = Costs(link=links, unit="ms")
+        write(self.PLAN, tmp_path / "plan.json", costs=costs)
+        assert read_costs(tmp_path / "plan.json") == costs
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"ranks_per_host": 0}, "ranks_per_host must be a whole number from 1 up, not 0"),
+            ({"rail": 2.0}, "rail must be a Link, not 2.0"),
+            ({"pairs": 3}, "pairs must be a dict from pairs of ranks to links, not 3"),
+            ({"pairs": {(1, 1): Link()}}, "must be two different numbers from 0 up, not (1, 1)"),
+            ({"pairs": {(0, 1): 2}}, "the link between ranks (0, 1) must be a Link, not 2"),
+            ({"pairs": {(0, 1): Link(), (1, 0): Link()}}, "between ranks 0 and 1 is given twice"),
+        ],
+    )
+    def test_what_is_wrong_is_said(self, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(CostError, match=re.escape(message)):
+            Links(**{"ranks_per_host": 2, **given})
+
+    @pytest.mark.parametrize(
+        ("link", "message"),
+        [
+            (1.0, "link must be a dict, not 1.0"),
+            ({"ranks_per_host": 2, "across": 3}, "across must be a dict, not 3"),
+            ({"ranks_per_host": 2, "pairs": [[]]}, "between ranks () must be a dict, not None"),
+            ({"ranks_per_host": 2, "towers": 1}, "unexpected keyword argument 'towers'"),
+        ],
+    )
+    def test_what_is_wrong_in_a_file_is_said(self, link: object, message: str) -> None:
+        with pytest.raises(CostError, match=re.escape(message)):
+            Costs.from_dict({"link": link})
 
 
 class TestLink:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from taktline.errors import PartitionError
-from taktline.split import auto, deferred
+from taktline.split import auto, costs, deferred
 from taktline.split.costs import OperationCounter
 from tests.split.test_auto import sizes
 
@@ -153,3 +154,17 @@ def test_layers_that_cannot_be_measured() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Fails(4, 4))
     with pytest.raises(PartitionError, match="cannot be measured: ValueError: no; leave out"):
         auto(model, 2, (torch.ones(2, 4),), measure=True)
+
+
+def test_attention_that_torch_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions of torch refuse to count queries that share keys; a step went down with it."""
+
+    def refuses(*args: Any, **kwargs: Any) -> int:
+        raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
+
+    query, key = torch.randn(1, 8, 16, 32), torch.randn(1, 2, 16, 32)
+    for operation in list(costs.flop_registry):
+        if "attention" in str(operation):
+            monkeypatch.setitem(costs.flop_registry, operation, refuses)
+    run = partial(F.scaled_dot_product_attention, query, key, key, enable_gqa=True)
+    assert counted(run) == 2 * 8 * 16 * 16 * (32 + 32)

@@ -334,6 +334,15 @@ def test_stages_that_are_prepared() -> None:
     pipe.load_state_dict(pipe.state_dict())
 
 
+def test_members_of_a_sequence_run_again_as_a_whole() -> None:
+    """A stage that was cut out of a sequence is none itself: layers in its members ran again."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    example = (torch.ones(2, 4),)
+    pipe = tl.Pipeline(model, example=example, microbatches=2, ranks=2, checkpoint="blocks")
+    parts = [part for stage in pipe.stages.values() for part in stage.named_modules()]
+    assert [name for name, part in parts if "forward" in vars(part)] == ["0", "1", "2", "3"]
+
+
 @pytest.mark.parametrize(
     ("chosen", "runs"),
     [

@@ -13,7 +13,7 @@ from torch import nn
 import taktline as tl
 from taktline.errors import ScheduleError
 from taktline.plan import peak_memory
-from taktline.train import memory
+from taktline.train import memory, moments
 from taktline.train.auto import limits_of
 from taktline.train.rank_limits import held_by
 from tests.runtime.test_offload import Block, assert_equal, train
@@ -128,3 +128,92 @@ def test_processes_have_one_plan(workers: Workers) -> None:
         own = [p.grad for p in plain.stages[rank].parameters() if p.grad is not None]
         assert_equal(tensors[:steps], expected[:steps])
         assert all(map(torch.equal, tensors[steps:], own))
+
+
+class Deep(nn.Module):
+    """Blocks whose middle is wide, and a large output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(4)
+        )
+        self.head = nn.Linear(32, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def deep(**options: Any) -> tl.Pipeline:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "ranks": 2} | options
+    example = (torch.randn(64, 32),)
+    return tl.Pipeline(Deep(), example=example, loss_fn=nn.functional.cross_entropy, **given)
+
+
+BATCH = torch.linspace(-1, 1, 4 * 64 * 32).view(-1, 32), torch.arange(4 * 64)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "blocks"}])
+def test_the_estimate_is_what_a_step_takes(schedule: str, options: dict[str, Any]) -> None:
+    """Counted by a step with data: all that is alive at once, beside what is held all the time."""
+    pipe = deep(schedule=schedule, ranks=1, **options)
+    pipe.step(BATCH[0], target=BATCH[1])
+    known = [*BATCH, *pipe.parameters(), *(p.grad for p in pipe.parameters() if p.grad is not None)]
+    with pipe.trace(), moments.Live(known) as live:  # each action by itself
+        pipe.step(BATCH[0], target=BATCH[1])
+    (rank,) = pipe.memory().ranks
+    expected = rank.activations + rank.messages + rank.working
+    assert live.most == pytest.approx(expected, rel=0.1)
+
+
+def test_the_state_is_that_of_the_optimizer() -> None:
+    pipe = deep()
+    weights = [sum(p.nbytes for p in stage.parameters()) for stage in pipe.stages.values()]
+    parameters = list(pipe.parameters())
+    for optimizer, means in [
+        (None, 2),
+        (torch.optim.SGD(parameters), 0),
+        (torch.optim.SGD(parameters, momentum=0.9), 1),
+        (torch.optim.AdamW(parameters, amsgrad=True), 3),
+    ]:
+        for rank, held in zip(pipe.memory(optimizer).ranks, weights, strict=True):
+            assert rank.weights == rank.gradients == held
+            assert rank.optimizer == pytest.approx(means * held, abs=100)  # and its counts of steps
+    with pytest.raises(
+        tl.TaktlineError, match="optimizer must be an optimizer of torch, not 'SGD'"
+    ):
+        pipe.memory("SGD")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_stage_that_reads_data_is_taken_as_it_was_counted() -> None:
+    """With ``prepare``, it may do what cannot run without data: then the needs count."""
+
+    class Reads(nn.Module):
+        def __init__(self, inside: nn.Module) -> None:
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inside(x) * (2 if x.sum().item() > 0 else 1)
+
+    plain, pipe = deep().memory(), deep(prepare=lambda stage, _: Reads(stage)).memory()
+    assert [rank.activations for rank in pipe.ranks] == [r.activations for r in plain.ranks]
+    assert [rank.working for rank in pipe.ranks] == [0, 0]
+
+
+def run_estimate(rank: int, group: Any) -> list[float]:
+    pipe = deep(ranks=None, checkpoint="blocks")
+    pipe.step(BATCH[0], target=BATCH[1])
+    return [each.total for each in pipe.memory().ranks]
+
+
+@pytest.mark.processes
+def test_all_processes_know_the_memory_of_all(workers: Workers) -> None:
+    pipe = deep(ranks=RANKS, checkpoint="blocks")
+    pipe.step(BATCH[0], target=BATCH[1])
+    expected = [each.total for each in pipe.memory().ranks]
+    assert workers.run(run_estimate, ranks=RANKS) == [expected] * RANKS

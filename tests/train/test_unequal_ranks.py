@@ -163,7 +163,8 @@ def test_fit_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for each in whole["ranks"]:
         assert each["gradients"] == pytest.approx(each["weights"], rel=0.01)  # which has buffers
         assert each["optimizer"] == pytest.approx(2 * each["weights"], rel=0.01)
-        assert sum(v for k, v in each.items() if k != "memory") <= each["memory"]
+        # The cut does not count what an action or the optimizer needs for a moment.
+        assert each["total"] - max(each["working"], each["updating"]) <= each["memory"]
     assert whole["ranks"][0]["weights"] < whole["ranks"][1]["weights"]
     assert json.loads(ok(*words, "--ranks", "1GiB"))["starts"] == []
     pytest.importorskip("peft")
