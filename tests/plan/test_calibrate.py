@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from taktline.errors import CostError
 from taktline.plan import Costs, Kind, Link, Plan, Rows, Timeline, build, lower, simulate
-from tests.plan.strategies import any_plan, costs
+from tests.plan.strategies import any_plan, costs, link
 
 NAMES = {
     Kind.F: "forward",
@@ -28,7 +28,8 @@ def test_the_costs_of_a_simulation_are_found_again(data: st.DataObject, plan: Pl
             Costs.from_timeline(simulate(plan))
         return
     # A message has no size here: one latency could not tell it from the link's own.
-    known = replace(data.draw(costs(plan.stages)), message_bytes=0.0, unit="ms")
+    alike = {"message_bytes": 0.0, "link": data.draw(link())}
+    known = replace(data.draw(costs(plan.stages)), **alike, unit="ms")
     timeline = simulate(plan, known)
     found = Costs.from_timeline(timeline)
     rows = timeline.plan.rows
