@@ -34,7 +34,7 @@ export NO_MKDOCS_2_WARNING := 1
 ifndef TOGETHER
 .NOTPARALLEL:
 endif
-.PHONY: help demo test unit tests matrix lint style types format docs bench torture faults zoo cpus versions newest clean
+.PHONY: help demo test unit tests matrix lint style types format docs bench torture faults elastic zoo cpus versions newest clean
 
 help: ## List the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x]"
@@ -87,6 +87,9 @@ torture: $(VENV)/.stamp-dev ## Run random plans, values, faults for TORTURE_SECO
 
 faults: $(VENV)/.stamp-dev ## Kill, stop, interrupt and cut off ranks in every phase of a step
 	@$(BIN)/python -m tests.faults
+
+elastic: $(VENV)/.stamp-dev ## Lose ranks of 100 jobs, which must train on as if nothing had happened
+	@$(BIN)/python -m tests.elastic
 
 zoo: $(VENV)/.stamp-dev ## Train every architecture of the zoo on pipelines, and write docs/models.md
 	@$(BIN)/python -m tests.zoo

@@ -1,7 +1,8 @@
 """Compiled pipelines in one process, eager and captured, against the plain loop.
 
-    python benchmarks/compiled.py           on a GPU; takes about three minutes
-    python benchmarks/compiled.py --tiny    on the CPU, to see that it runs; its times say nothing
+    python benchmarks/compiled.py                          on a GPU; takes about three minutes
+    python benchmarks/compiled.py --only launch memory     some of its parts
+    python benchmarks/compiled.py --tiny                   on the CPU; its times say nothing
 
 A GPT is cut by names, once with blocks so small that launching operations takes the time (launch),
 once so large that computing does (compute). All take turns; medians of a step, as ratios to the
@@ -47,6 +48,7 @@ class Size:
 
 
 SIZES = {"launch": Size(256, 64, 2), "compute": Size(2048, 512, 4)}
+PARTS = ("launch", "compute", "first", "memory")
 TINY = Size(16, 8, 1, blocks=4, microbatches=4, rounds=2)
 
 
@@ -254,6 +256,7 @@ def main() -> None:
     """Run all of it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--first-step", type=int, metavar="BLOCKS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if DEVICE == "cpu" and not options.tiny:
@@ -265,9 +268,11 @@ def main() -> None:
     print(DEVICE if DEVICE == "cpu" else torch.cuda.get_device_name(), "with torch", end=" ")
     print(torch.__version__)
     for name, each in {"tiny": TINY}.items() if options.tiny else SIZES.items():
-        compare(name, each, (1, 2) if options.tiny else (1, 2, 4))
-    first_steps(["--tiny"] if options.tiny else [], (2, 8) if options.tiny else (2, 32))
-    if DEVICE == "cuda":
+        if options.tiny or name in options.only:
+            compare(name, each, (1, 2) if options.tiny else (1, 2, 4))
+    if "first" in options.only:
+        first_steps(["--tiny"] if options.tiny else [], (2, 8) if options.tiny else (2, 32))
+    if DEVICE == "cuda" and "memory" in options.only:
         memory(TINY if options.tiny else SIZES["compute"])
 
 

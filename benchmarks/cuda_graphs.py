@@ -11,6 +11,7 @@
     nccl      two processes on this GPU, which send and receive inside of the graph; under NVIDIA's
               Multi-Process Service if there is one: else only one of them computes at a time, and
               one that waits for a message keeps the other from sending it
+    sharded   the same with four processes: two stages of small blocks, each in FSDP2 over two ranks
 
 The plain loop accumulates the gradients of the same micro-batches with the whole model. All take
 turns; medians, as ratios to the plain loop. Gradients are compared with those of eager steps.
@@ -31,11 +32,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
 import taktline as tl
@@ -51,7 +54,7 @@ SCHEDULES = {
 }
 MICROBATCHES = 16
 LOSS = nn.functional.mse_loss
-KINDS = ("launch", "compute", "compiled", "nccl")
+KINDS = ("launch", "compute", "compiled", "nccl", "sharded")
 
 
 class Block(nn.Module):
@@ -134,11 +137,17 @@ def peak(call: Callable[[], object]) -> float:
 
 
 def exact(one: tl.Pipeline, other: tl.Pipeline) -> bool:
-    """Whether both have the same gradients."""
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    """Whether both have the same gradients, or shards of them, on this rank."""
+    mine, theirs = ([p.grad for p in pipe.parameters()] for pipe in (one, other))
     return all(
-        p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs
+        g is not None and h is not None and torch.equal(local(g), local(h))
+        for g, h in zip(mine, theirs, strict=True)
     )
+
+
+def local(gradient: Tensor) -> Tensor:
+    """The shard of this rank."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def compare(schedule: str, ranks: int, width: int, rows: int, rounds: int, **options: Any) -> str:
@@ -268,11 +277,11 @@ def one_rank(width: int, rows: int, rounds: int, graphs: bool) -> str:
     )
 
 
-def _rank(rank: int, port: int, schedule: str, rounds: int, lines: Any) -> None:
-    """One of two processes on one GPU; nccl takes them for two hosts."""
+def _rank(rank: int, port: int, schedule: str, rounds: int, lines: Any, sharded: bool) -> None:
+    """One of several processes on one GPU; nccl takes them for different hosts."""
     os.environ |= {
         "RANK": str(rank),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": "4" if sharded else "2",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
@@ -282,8 +291,9 @@ def _rank(rank: int, port: int, schedule: str, rounds: int, lines: Any) -> None:
     }
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("nccl")
-    stages = stages_of(2 * SCHEDULES[schedule], 8, 512)
-    x, target = torch.randn(2, MICROBATCHES * 4, 512, device="cuda").bfloat16().unbind()
+    width = 64 if sharded else 512
+    stages = stages_of(2 * SCHEDULES[schedule], 8, width)
+    x, target = torch.randn(2, MICROBATCHES * 4, width, device="cuda").bfloat16().unbind()
     for value in (x, target):
         torch.distributed.broadcast(value, 0)
     options: dict[str, Any] = {
@@ -291,6 +301,8 @@ def _rank(rank: int, port: int, schedule: str, rounds: int, lines: Any) -> None:
         "microbatches": MICROBATCHES,
         "loss_fn": LOSS,
         "device": "cuda:0",
+        "ranks": 2,
+        "data_parallel": "fsdp" if sharded else None,
     }
     pipes = [
         tl.Pipeline(copy.deepcopy(stages), cuda_graphs=graphs, **options)
@@ -306,11 +318,15 @@ def _rank(rank: int, port: int, schedule: str, rounds: int, lines: Any) -> None:
     if rank == 0:
         print(pipes[1])
         lines.put(
-            f"nccl, 2 ranks, {schedule:24} eager {found['eager'] / alone['plain']:.3f}  "
-            f"captured {found['captured'] / alone['plain']:.3f} of the plain loop  "
+            f"nccl, {'2 ranks × FSDP2 over 2' if sharded else '2 ranks'}, {schedule:24} "
+            f"eager {found['eager'] / alone['plain']:.3f}  "
+            f"captured {found['captured'] / alone['plain']:.3f} of the plain loop, "
+            f"{found['captured'] / found['eager']:.3f} of eager  "
             f"{'exact' if same else 'NOT EXACT'}"
         )
     torch.distributed.barrier()
+    for pipe in pipes:
+        pipe.close()
     torch.distributed.destroy_process_group()
 
 
@@ -333,14 +349,14 @@ def sharing() -> Iterator[None]:
 
 
 @sharing()
-def nccl(rounds: int) -> None:
-    """Two processes."""
-    for schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
+def nccl(rounds: int, *, sharded: bool = False) -> None:
+    """Two processes, or four."""
+    for schedule in ("1f1b", "zbv") if sharded else ("interleaved_1f1b", "interleaved_zero_bubble"):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         lines = mp.get_context("spawn").SimpleQueue()
-        spawn(_rank, (port, schedule, rounds, lines), nprocs=2)
+        spawn(_rank, (port, schedule, rounds, lines, sharded), nprocs=4 if sharded else 2)
         print(lines.get(), flush=True)
 
 
@@ -354,9 +370,14 @@ def main() -> None:
         sys.exit("this benchmark needs a CUDA GPU")
     print(torch.cuda.get_device_name(), "with torch", torch.__version__)
     for kind in KINDS if options.only is None else (options.only,):
-        {"launch": launch, "compute": compute, "compiled": compiled, "nccl": nccl}[kind](
-            options.rounds
-        )
+        run: dict[str, Callable[[int], object]] = {
+            "launch": launch,
+            "compute": compute,
+            "compiled": compiled,
+            "nccl": nccl,
+            "sharded": partial(nccl, sharded=True),
+        }
+        run[kind](options.rounds)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python benchmarks/ranks.py --backend nccl --ranks 4        over nccl, on one GPU or several
 
 Both runtimes have the same stages and take turns. What is printed is the median time of a step,
-their ratio, and how long the first step took.
+their ratio, its noise, and how long the first step took. The noise is by how much the medians of
+torch's even and odd steps differ.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def timed(call: Callable[[], object], backend: str) -> float:
     return time.perf_counter() - start
 
 
-def measure(rank: int, ranks: int, backend: str, rounds: int) -> None:
+def measure(rank: int, ranks: int, backend: str, rounds: int, names: list[str]) -> None:
     """Print a line for each schedule."""
     device = "cuda" if backend == "nccl" else "cpu"
     width, rows = SIZES[backend]
     batch = torch.randn(rows * MICROBATCHES, width, device=device)
-    for name in SCHEDULES:
+    for name in names:
         calls: dict[str, Callable[[], object]] = {}
         for key, runtime in RUNTIMES.items():
             make = partial(layer, width)
@@ -69,17 +70,25 @@ def measure(rank: int, ranks: int, backend: str, rounds: int) -> None:
             told = "   ".join(f"{key} {value:7.2f}" for key, value in steps.items())
             begun = "   ".join(f"{key} {value:5.2f}" for key, value in first_steps.items())
             ratio = steps["taktline"] / steps["torch"]
+            halves = [statistics.median(times["torch"][half::2]) for half in (0, 1)]
+            noise = 1000 * abs(halves[0] - halves[1]) / steps["torch"]
             label = name.removeprefix("Schedule")
-            print(f"{label:22} {told}   ratio {ratio:.2f}   first step, s: {begun}", flush=True)
+            print(
+                f"{label:22} {told}   ratio {ratio:.3f}, noise {noise:.3f}   "
+                f"first step, s: {begun}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=list(SIZES), default="gloo")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     options = parser.parse_args()
     print(
         f"ms per step; {options.ranks} ranks over {options.backend}, {MICROBATCHES} micro-batches"
     )
-    run_ranks(measure, options.ranks, options.backend, options.rounds, backend=options.backend)
+    given = options.backend, options.rounds, options.schedules
+    run_ranks(measure, options.ranks, *given, backend=options.backend)

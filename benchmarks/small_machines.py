@@ -39,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _peers import run_ranks
 
 import taktline as tl
-from taktline.text import counted
 
 GIB = 2**30
 
@@ -63,7 +62,7 @@ class Size:
 SIZES = {
     "splits": Size(1536, 9, 8, 2048, unit=0.1, steps=3),
     "stream": Size(4096, 48, 6, 2048, unit=6.0, per_stage=3),
-    "qlora": Size(2048, 8, 8, 512),
+    "qlora": Size(1024, 8, 8, 512),
     "host": Size(4096, 2, 4, 256),
 }
 TINY = {
@@ -137,16 +136,19 @@ def peak(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0
 
 
-def timed(step: Callable[[], object], count: int, device: torch.device) -> tuple[float, float]:
+def timed(
+    step: Callable[[], object], count: int, device: torch.device, *, alone: bool = False
+) -> tuple[float, float]:
     """The median of the seconds of a step, after a first one; and how far they are apart."""
+    meet = (lambda: None) if alone else torch.distributed.barrier
     times: list[float] = []
     for _ in range(count):
         settle(device)
-        torch.distributed.barrier()
+        meet()
         began = time.perf_counter()
         step()
         settle(device)
-        torch.distributed.barrier()
+        meet()
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:]), (max(times[1:]) - min(times[1:])) / min(times[1:])
 
@@ -346,60 +348,60 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def qlora(rank: int, ranks: int, size: Size, tiny: bool, folder: str) -> None:
-    """In one process it is the plain loop, whose gradients the others are compared with."""
-    import peft
-
+    """The first rank also runs the plain loop, whose gradients the others are compared with."""
     warnings.simplefilter("ignore")
     device = device_of(tiny)
     torch.use_deterministic_algorithms(True, warn_only=True)
     rows = torch.arange(size.microbatches)[:, None] * 7 + torch.arange(size.length)
-    ids = (rows % 4096).to(device)
-    model = adapted(size, device)
-    cap(device, None)
-    if ranks == 1:
-        model = model.to(device)
-        parts = ids.chunk(size.microbatches)
+    ids, wanted = rows % 4096, Path(folder, "wanted.pt")
+    if not rank and not wanted.exists():
+        model = adapted(size, device).to(device)
+        cap(device, None)
+        parts = ids.to(device).chunk(size.microbatches)
 
-        def step() -> None:
+        def plain() -> None:
             for part in parts:
                 (model(input_ids=part, labels=part).loss / len(parts)).backward()
 
-    else:
-        pipe = tl.Pipeline(
-            model,
-            example={"input_ids": ids[:1], "labels": ids[:1]},
-            microbatches=size.microbatches,
-            device=device,
+        plain()
+        torch.save(gradients(model), wanted)
+        seconds, noise = timed(plain, size.steps, device, alone=True)
+        print(
+            f"{size.package}, one process: {seconds:.3f} s (±{noise:.1%}), peak "
+            f"{peak(device):.2f} GiB",
+            flush=True,
         )
-        model = pipe
-
-        def step() -> None:
-            pipe.step(input_ids=ids, labels=ids)
-
-    step()
-    mine, most = gradients(model), 0.0
-    if ranks == 1:
-        torch.save(mine, f"{folder}/wanted.pt")
-    wanted = torch.load(f"{folder}/wanted.pt")
-    differ = float(sum(not torch.equal(each, wanted[name]) for name, each in mine.items()))
+        del model
+    model = adapted(size, device)
+    cap(device, None)
+    torch.distributed.barrier()
+    example = {"input_ids": ids[:1], "labels": ids[:1]}
+    pipe = tl.Pipeline(model, example=example, microbatches=size.microbatches, device=device)
+    pipe.step(input_ids=ids, labels=ids)
+    known, mine = torch.load(wanted), gradients(pipe)
+    differ = float(sum(not torch.equal(each, known[name]) for name, each in mine.items()))
     differing, compared = sum(on_all(differ, device)), sum(on_all(float(len(mine)), device))
-    seconds, noise = timed(step, size.steps, device)
-    most = peak(device)
-    peaks = ", ".join(f"{each:.2f}" for each in on_all(most, device))
-    text = f"{size.package}, {counted(ranks, 'rank')}: {seconds:.3f} s (±{noise:.1%}), "
-    text += f"peaks {peaks} GiB; "
-    text += f"{differing:.0f} of {compared:.0f} gradients differ ({len(wanted)} in one process)"
-    if ranks > 1:
-        model.save_pretrained(f"{folder}/{ranks}")
-        logits = model.eval(input_ids=ids).logits
-        if not rank:
-            loaded = peft.PeftModel.from_pretrained(quantised(size, device), f"{folder}/{ranks}")
-            loaded = loaded.to(device).eval()
-            with torch.no_grad():
-                there = torch.cat([loaded(input_ids=part).logits for part in ids.split(1)])
-            text += f"; loaded by peft, equal logits: {torch.equal(there, logits)}"
+    seconds, noise = timed(lambda: pipe.step(input_ids=ids, labels=ids), size.steps, device)
+    peaks = ", ".join(f"{each:.2f}" for each in on_all(peak(device), device))
+    pipe.save_pretrained(f"{folder}/{ranks}")
+    logits = pipe.eval(input_ids=ids).logits
     if not rank:
-        print(text, flush=True)
+        loaded = loaded_by_peft(size, device, f"{folder}/{ranks}")
+        with torch.no_grad():
+            there = torch.cat([loaded(input_ids=part.to(device)).logits for part in ids.split(1)])
+        print(
+            f"{size.package}, {ranks} ranks: {seconds:.3f} s (±{noise:.1%}), peaks {peaks} GiB; "
+            f"{differing:.0f} of {compared:.0f} gradients differ ({len(known)} in one process); "
+            f"loaded by peft, equal logits: {torch.equal(there, logits)}",
+            flush=True,
+        )
+    torch.distributed.barrier()
+
+
+def loaded_by_peft(size: Size, device: torch.device, folder: str) -> Any:
+    import peft
+
+    return peft.PeftModel.from_pretrained(quantised(size, device), folder).to(device).eval()
 
 
 # AdamW on the host.
@@ -445,7 +447,7 @@ def main() -> None:
     sizes = TINY if options.tiny else SIZES
     parts: dict[str, tuple[Callable[..., None], Sequence[int]]] = {
         "stream": (stream, (2,)),
-        "qlora": (qlora, (1, 2, 4)),
+        "qlora": (qlora, (2, 4)),
         "splits": (splits, (3,)),
         "host": (host, (1,)),
     }

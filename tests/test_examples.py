@@ -38,6 +38,7 @@ CASES = {
     "log_metrics": ([], 2, "step 6: loss"),
     "profiling": ([], 2, "such as 'taktline 0F0'"),
     "experts": ([], 4, "step 4: loss"),
+    "elastic": (["--epochs", "1"], 2, "step 4: loss"),
 }
 NEEDS = {"lora": "peft", "qlora": "peft", "lightning_module": "pytorch_lightning"}
 

@@ -23,8 +23,8 @@ Placement Plan Replicate Schedule1F1B ScheduleDualPipeV ScheduleFromPlan Schedul
 ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBVZeroBubble
 SplitPoint StageError TaktlineError TensorChunkSpec Tie Timeline Trace Violation add_loss
 balance bound build build_stage checkpoint collect_losses compile_stages get_schedule_class local
-lower merge_chunks optimise pipe_split pipeline register_container simulate skip split
-split_args_kwargs_into_chunks validate
+lower merge_chunks offload_optimizer optimise pipe_split pipeline register_container simulate skip
+split split_args_kwargs_into_chunks validate
 """
 
 

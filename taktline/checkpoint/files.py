@@ -293,15 +293,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         """Read the manifest; raises if the checkpoint is not whole."""
-        content = _content(path)
-        self.path = path
-        self.step: int = content["step"]
-        self.aliases: dict[str, str] = content["aliases"]
-        """Further names in the model for a weight that the checkpoint has under another name."""
-        self.optimizers: list[dict[str, Any]] = content["optimizers"]
-        self.values: dict[str, Any] = content["values"]
-        """All other values, packed."""
-        self._listed: dict[str, dict[str, Any]] = content["files"]
+        self._understand(_content(path), path)
         self._files: dict[str, TensorFile] = {}
         for name, known in self._listed.items():
             file, size = path / name, known["bytes"]
@@ -313,6 +305,16 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{file} has {found:,} bytes, not {size:,}; load an earlier save"
                 )
+
+    def _understand(self, content: dict[str, Any], path: Path) -> None:
+        self.path = path
+        self.step: int = content["step"]
+        self.aliases: dict[str, str] = content["aliases"]
+        """Further names in the model for a weight that the checkpoint has under another name."""
+        self.optimizers: list[dict[str, Any]] = content["optimizers"]
+        self.values: dict[str, Any] = content["values"]
+        """All other values, packed."""
+        self._listed: dict[str, dict[str, Any]] = content["files"]
         self.tensors: dict[str, Entry] = {
             name: Entry(
                 DTYPES[each["dtype"]],
@@ -321,6 +323,9 @@ class Checkpoint:
             )
             for name, each in content["tensors"].items()
         }
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Hear which tensors are about to be checked and filled."""
 
     def _pieces(self, name: str, region: Region) -> Iterator[tuple[TensorFile, Region, Region]]:
         """The pieces of a tensor that meet a region: file, piece, and what both have in common."""

@@ -75,6 +75,13 @@ def load(model: ModelState, folder: Any, training: Training) -> Loaded:
         return loading.loaded
 
 
+def restore(model: ModelState, source: Checkpoint, training: Training) -> None:
+    """Load a state that is in memory, without agreement: other processes find out otherwise."""
+    loading = _Loading(model, training, source)
+    for part in (loading.check, loading.begin, loading.finish):
+        part()
+
+
 def _find(folder: Path, place: int) -> str:
     """The save to load; the first process looks for it, after saves that are being written."""
     wait(folder.parent if is_save(folder) else folder, place)
@@ -95,13 +102,14 @@ class _Loading:
     _targets: list[tuple[str, torch.Tensor]]
     """The tensors to fill, with their names in the checkpoint."""
 
-    def __init__(self, model: ModelState, training: Training, path: Path) -> None:
-        self._model, self._training, self._path = model, training, path
+    def __init__(self, model: ModelState, training: Training, source: Path | Checkpoint) -> None:
+        self._model, self._training, self._source = model, training, source
         self._resumes = False
 
     def check(self) -> None:
         """Raise if anything does not fit."""
-        self._checkpoint = checkpoint = Checkpoint(self._path)
+        source = self._source
+        self._checkpoint = checkpoint = Checkpoint(source) if isinstance(source, Path) else source
         self._same = checkpoint.values.get("layout") == self._model.processes.sizes
         stored = self._stored_names()
         self._targets = self._of_model(stored)
@@ -111,10 +119,11 @@ class _Loading:
             for index, optimizer in enumerate(self._training.optimizers)
         ]
         rooms = [room[:2] for optimizer in self._optimizers for room in optimizer.rooms]
+        checkpoint.prepare(name for name, _ in (*self._targets, *rooms))
         for name, tensor in (*self._targets, *rooms):
             checkpoint.check(name, tensor)
         self._states = self._of_others()
-        self.loaded = Loaded(self._path, checkpoint.step, checkpoint.value("extra"))
+        self.loaded = Loaded(checkpoint.path, checkpoint.step, checkpoint.value("extra"))
 
     def begin(self) -> None:
         """Load everything that may still be refused: by torch, or by a user's own object."""
@@ -124,8 +133,9 @@ class _Loading:
             self._targets += optimizer.apply()
         for scheduler in self._training.schedulers:
             _fit_groups(scheduler)
+        values = self._checkpoint.values
         # In another layout, only the first process finds random numbers to go on with.
-        if self._same or not self._model.processes.place:
+        if "layout" in values and (self._same or not self._model.processes.place):
             numbers = self._own("random")
             RandomNumbers(self._model).load_state_dict(numbers)
             self._resumes = numbers.get("reading", False)

@@ -209,6 +209,28 @@ def _without_tensors(value: Any, what: str) -> Any:
     return found
 
 
+def described(
+    model: ModelState, training: Training, values: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What this process has: its part of a manifest, and the tensors to be listed there."""
+    names = {id(value): name for name, value in model.saved()}
+    states, own = dict[str, Any](), dict[str, Any]()
+    part = {
+        "files": {},
+        "tensors": {},
+        "aliases": model.first_names(),
+        "optimizers": [
+            describe(optimizer, names, f"optimizer/{index}", states)
+            for index, optimizer in enumerate(training.optimizers)
+        ],
+        "values": {name: packed(value, name, own) for name, value in values.items()},
+    }
+    rest = {} if model.processes.place else model.rest
+    held = first_of_each([*model.saved(), *rest.items()])
+    tensors = {f"model/{name}": value for name, value in held.items()} | states
+    return part, tensors | {f"values/{name}": value for name, value in own.items()}
+
+
 class Saving:
     """One save, as this process sees it."""
 
@@ -247,23 +269,7 @@ class Saving:
                 "does not hold them, so a resumed run would lack their update; save after "
                 "optimizer.step(), or call zero_grad() before"
             )
-        names = {id(value): name for name, value in model.saved()}
-        states, own = dict[str, Any](), dict[str, Any]()
-        values = _values(model, training).items()
-        self._part = {
-            "files": {},
-            "tensors": {},
-            "aliases": model.first_names(),
-            "optimizers": [
-                describe(optimizer, names, f"optimizer/{index}", states)
-                for index, optimizer in enumerate(training.optimizers)
-            ],
-            "values": {name: packed(value, name, own) for name, value in values},
-        }
-        rest = {} if self.processes.place else model.rest
-        held = first_of_each([*model.saved(), *rest.items()])
-        tensors = {f"model/{name}": value for name, value in held.items()} | states
-        tensors |= {f"values/{name}": value for name, value in own.items()}
+        self._part, tensors = described(model, training, _values(model, training))
         shards = [self._add(*each) for each in tensors.items()]
         if not self.processes.place:
             self._make_folder()

@@ -80,8 +80,9 @@ def candidates(
         bounds = tuple(range(len(units) + 1)) if placement else cut(units, each, limits)
         first, held = (_by_rank(each, part) for part in units.held(bounds))
         if units.bandwidth and (held + first > limits).any():
-            if placement is None:  # as small as they can be, whatever there is
-                bounds = cut(units, each, [limit - max(limits) for limit in limits])
+            if placement is None:  # as small as they can be, whatever there is, and takes
+                alike = replace(units, times=np.ones_like(units.times))
+                bounds = cut(alike, each, [limit - max(limits) for limit in limits])
                 held = _by_rank(each, units.held(bounds)[1])
             first = _least(units, bounds, each, microbatches, limits - held)
         lack = held + first - limits

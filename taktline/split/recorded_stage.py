@@ -37,7 +37,7 @@ from taktline.split.steps import (
     without_cache,
 )
 from taktline.split.without_data import EmptyModel, NeedsData, has_data
-from taktline.stage.kinds import CompiledCall
+from taktline.stage.kinds import CompiledCall, CompiledChain
 from taktline.stage.names import unwrapped
 from taktline.text import counted
 
@@ -143,9 +143,11 @@ class StageProgram:
                 later.update(value for step in group for value in step.reads)
                 continue
             runs = list[Run]()
-            for step in reversed(group):
-                runs.append(self._layer(step, later) or self._step(step, later))
-                later.update(step.reads)
+            for chain in reversed(_chains(group, later)):
+                is_layer = _is_layer(chain[0])
+                make = self._layers(chain, later) if is_layer else self._step(chain[0], later)
+                runs.append(make)
+                later.update(value for step in chain for value in step.reads)
             found += runs if modes == outer else [partial(_run_in, modes, outer, runs[::-1])]
         return found[::-1]
 
@@ -172,19 +174,30 @@ class StageProgram:
 
         return run_region
 
-    def _layer(self, step: Step, later: set[Value]) -> Run | None:
-        """A function that runs a step in less time, if it is a layer: one value in, one out."""
-        given, places = step.args[0] if len(step.args) == 1 else None, list(step.places.items())
-        is_layer = step.kind == "unit" and type(given) is Value and not step.kwargs
-        if not is_layer or step.is_made_up or [p for _, p in places] != [((False, "output"),)]:
-            return None
-        keys, output, is_done = step.target.split("."), places[0][0], given not in later
+    def _layers(self, chain: Sequence[Step], later: set[Value]) -> Run:
+        """A function that runs layers one after the other, in less time than steps."""
+        (given, *rest), kwargs, names = chain[0].args, chain[0].kwargs, [x.target for x in chain]
+        keys, (output,) = [name.split(".") for name in names], chain[-1].places
+        is_done, has_rest = given not in later, bool(rest or kwargs)
+        done = {value for value in parts_in((rest, kwargs), Value) if value not in later}
 
         def run(values: Values, stage: nn.Module) -> None:
-            layer: Any = stage
-            for key in keys:
-                layer = layer._modules[key]
-            values[output] = layer(values.pop(given) if is_done else values[given])
+            x, more, options = values.pop(given) if is_done else values[given], (), kwargs
+            if has_rest:
+                more, options = filled((rest, kwargs), values)
+            layers = list[Any]()
+            for path in keys:
+                layer: Any = stage
+                for key in path:
+                    layer = layer._modules[key]
+                layers.append(layer)
+            if len(layers) > 1 and isinstance(stage, RecordedStage):
+                layers = stage.compiled(layers, names)
+            for layer in layers:
+                x = layer(x, *more, **options)
+            values[output] = x
+            for value in done:
+                values.pop(value, None)
 
         return run
 
@@ -223,6 +236,33 @@ class StageProgram:
                 values.pop(value, None)
 
         return run
+
+
+def _is_layer(step: Step) -> bool:
+    """Whether a step is a layer: a unit that takes a value, and perhaps others, and returns one."""
+    return (
+        step.kind == "unit"
+        and bool(step.args)
+        and type(step.args[0]) is Value
+        and list(step.places.values()) == [((False, "output"),)]
+        and not (step.is_made_up or step.constants or step.states)
+    )
+
+
+def _chains(steps: Sequence[Step], later: set[Value]) -> list[list[Step]]:
+    """The steps, with layers together that only hand on a value, and get the same otherwise."""
+    found = list[list[Step]]()
+    uses = Counter(value for step in steps for value in step.reads)
+    for step in steps:
+        before = found[-1][-1] if found else None
+        if before is not None and _is_layer(before) and _is_layer(step):
+            (value,) = before.places
+            same = (before.args[1:], before.kwargs) == (step.args[1:], step.kwargs)
+            if same and step.args[0] is value and uses[value] == 1 and value not in later:
+                found[-1].append(step)
+                continue
+        found.append([step])
+    return found
 
 
 def _require_constants(step: Step, output: Any) -> None:
@@ -405,6 +445,8 @@ class RecordedStage(nn.Module):
         self._cut, self._stage = cut, stage
         self._lead: tuple[dict[str, Any], str, torch.dtype] | None = None
         """A parameter: the table that it is in, its name there, and its type at the cut."""
+        self._chains: dict[str, CompiledChain] | None = None
+        """If its units are compiled: those that are called together, by the first one's name."""
         self._seen: tuple[type, torch.dtype] | None = None
         self._computes_in: torch.dtype | None = None
         """The type in which FSDP computes, for a lead of the kind that was seen."""
@@ -473,6 +515,19 @@ class RecordedStage(nn.Module):
         for name in units_of(self) or ():
             unit: Any = self.get_submodule(name)
             unit._compiled_call_impl = CompiledCall(unit, f"stage {self._stage}, {name}", **options)
+        self._chains = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_chains": None}  # a copy is not compiled, nor its units
+
+    def compiled(self, layers: list[Any], names: Sequence[str]) -> list[Any]:
+        """These layers, or what calls several of them at once, if they are compiled."""
+        if self._chains is None:
+            return layers
+        known = self._chains.get(names[0])
+        if known is None or known.units != layers:
+            known = self._chains[names[0]] = CompiledChain(layers, names, f"stage {self._stage}")
+        return [known]
 
 
 def crossings_of(stage_module: nn.Module) -> list[str]:

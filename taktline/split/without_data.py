@@ -225,7 +225,10 @@ def _empty(tensor: torch.Tensor, device: torch.device | str = "meta") -> torch.T
     else:
         made = torch.empty(tensor.shape, **options)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, tensor.requires_grad)
+        found: Any = nn.Parameter(made, tensor.requires_grad)
+        if hasattr(tensor, "quant_state"):  # of bitsandbytes, which says what it stands for
+            found.quant_state = copy.copy(tensor.quant_state)
+        return found
     return made.requires_grad_(tensor.requires_grad)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -30,7 +31,7 @@ from torch import fx, nn
 from taktline.errors import text_of
 from taktline.private import missing, private
 from taktline.stage.kinds import CompiledCall, note_part, running
-from taktline.stage.split_backward import CompiledNode, Pending, add_to_grads
+from taktline.stage.split_backward import CompiledNode, Pending, add_to_grads, collected
 
 _log = logging.getLogger("taktline")
 
@@ -100,12 +101,22 @@ def _compiled(graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., An
         """Compile the forward, and then the backward; ``options`` are Inductor's."""
         if not options.get("is_backward"):
             tensors[:] = [isinstance(value, torch.Tensor) for value in example]
-            return names.compile_inner(graph, example, **options)
+            with _unchecked():
+                return names.compile_inner(graph, example, **options)
         return Backward(graph, example, _later(options), where=where, tensors=tensors)
 
     # I must not overwrite values for W, and cached backwards are whole.
     with names.autograd_config.patch(donated_buffer=False, enable_autograd_cache=False):
         return names.compile(graph, example, inner_compile=inner)
+
+
+def _unchecked() -> AbstractContextManager[None]:
+    """What is compiled inside does not check its arguments: torch's guards have.
+
+    To check the strides of one takes as long as launching a small kernel. Those of a backward come
+    from the compiled forward, and from the first half.
+    """
+    return _compiler().inductor_config.patch(size_asserts=False)
 
 
 def _later(options: Mapping[str, Any]) -> Compile:
@@ -120,9 +131,7 @@ def _later(options: Mapping[str, Any]) -> Compile:
             names.tracing(tracing),
             names.compiling(compiling),
             names.virtualized.set_fake_mode(fake),
-            # Checking the strides of an argument takes as long as launching a small kernel. These
-            # come from the compiled forward, and from the first half.
-            names.inductor_config.patch(size_asserts=False),
+            _unchecked(),
         ):
             return names.compile_inner(graph, example, **{**options, "static_input_idxs": places})
 
@@ -174,7 +183,7 @@ class Backward:
             copied = fx.GraphModule(self._graph, deepcopy(self._graph.graph))
             note_part()
             self._whole = self._compiles(copied, self._example, range(len(self._example)))
-        return self._whole(arguments)
+        return collected.take(_current_node(), self._edges, self._whole(arguments))
 
     def _divided(self, later: Collection[int]) -> tuple[Halves, Call, Call] | None:
         """The two halves, and each of them compiled; None, and a warning, if that fails."""

@@ -13,6 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,12 @@ _MANUAL = "manual_backward_finalization"
 """The switch of a root, since torch 2.15, that lets its user end a backward."""
 _OF_STATES = ("_lazy_init", "_state_ctx", "_comm_ctx", "_root_post_backward_final_callback")
 _OF_GROUPS = (*_OFF, "mesh_info", "fsdp_params", "post_backward", "_post_forward_indices")
+
+_STREAMS = (
+    *("all_gather_copy_in_stream", "all_gather_stream"),
+    *("reduce_scatter_stream", "all_reduce_stream"),
+)
+"""Those of a root, on which it communicates."""
 
 _WITH_DDP = "torch.distributed._composable.replicate"
 _REFUSED = {
@@ -123,6 +130,27 @@ class GradSync(ABC):
 
     def weights_done(self) -> None:  # noqa: B027
         """After W: handle gradients that were added without the wrapper's hooks."""
+
+    # For a step that is captured, and replayed without Python.
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether gradients are, or were, not reduced in their step: the next one adds to them."""
+        return self.accumulating or self._put_off
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Around all actions of a step that is captured."""
+        yield
+        self.finish()
+
+    def finish(self) -> None:
+        """After all actions of a step: wait for reductions, and release what is gathered."""
+        self.wait()
+        self.reshard()
+
+    def replayed(self) -> None:  # noqa: B027
+        """After a replay, in which REDUCE_GRAD has run."""
 
     # On a rank that has failed: its replicas need its part.
 
@@ -216,6 +244,33 @@ class DDPSync(GradSync):
         ]
         for bucket, flat, work in pending:
             _finish_bucket(bucket, flat, work)
+        self.replayed()
+
+    @property
+    def holds_back(self) -> bool:
+        return super().holds_back or len(self._stopped) < len(self._wrapped)
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        # Autograd adds to a leaf on the stream on which the leaf was first used, and DDP has used
+        # its parameters when it was made: a stream outside of the capture. So others take their
+        # places, with the same memory.
+        inside = [m._parameters for ddp in self._wrapped for m in ddp.module.modules()]
+        before = [{**parameters} for parameters in inside]
+        stand_ins = dict[nn.Parameter, nn.Parameter]()
+        for parameters in inside:
+            for name, p in parameters.items():
+                if p is not None and p not in stand_ins:
+                    stand_ins[p] = nn.Parameter(p.detach(), p.requires_grad)
+                parameters[name] = None if p is None else stand_ins[p]
+        try:
+            with super().captured():
+                yield
+        finally:
+            for parameters, those in zip(inside, before, strict=True):
+                parameters.update(those)
+
+    def replayed(self) -> None:
         for ddp in self._stopped:
             # As in DDP, the first forward after a reduction broadcasts buffers.
             ddp.require_forward_param_sync = True
@@ -237,7 +292,10 @@ def _post(bucket: Sequence[nn.Parameter], group: ProcessGroup) -> tuple[torch.Te
     gradient that no replica has stays None; one that is missing here counts as zero.
     """
     parts = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket]
-    parts.append(bucket[0].new_tensor([float(p.grad is not None) for p in bucket]))
+    parts.append(used := bucket[0].new_ones(len(bucket), requires_grad=False))
+    for place, p in enumerate(bucket):
+        if p.grad is None:
+            used[place] = 0
     with torch.no_grad():
         flat = torch.cat(parts).mul_(1 / group.size())
     return flat, dist.all_reduce(flat, group=group, async_op=True)
@@ -253,8 +311,12 @@ def _finish_bucket(bucket: Sequence[nn.Parameter], flat: torch.Tensor, work: Any
         for parameter, average, flag in zip(bucket, averages, flags, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(average.view_as(parameter.grad))
-            elif flag > 0:
+            elif not _is_capturing() and flag > 0:  # a capture has all that any replica has
                 parameter.grad = average.view_as(parameter).clone()
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _hindrance(ddp: Any) -> str | None:
@@ -330,8 +392,7 @@ class FSDPSync(GradSync):
         self.reshard()
 
     def end(self) -> None:
-        self.wait()
-        self.reshard()  # what a plan has left gathered
+        self.finish()  # a plan may leave some gathered
         for root, by_hand in zip(self._roots, self._by_hand, strict=False):
             # FSDP uses it to prefetch, and clears it only in a backward.
             root._comm_ctx.post_forward_order.clear()
@@ -347,6 +408,29 @@ class FSDPSync(GradSync):
             self._reduced = False
             for root in self._roots:
                 _finish(root)
+
+    @property
+    def holds_back(self) -> bool:
+        whole = (getattr(p, "_unsharded_param", None) for g in self._groups for p in g.fsdp_params)
+        sums = "unsharded_accumulated_grad"
+        return (
+            super().holds_back
+            or not all(settings["reduce_grads"] for settings in self._settings)
+            or any(p is not None and p.grad is not None for p in whole)
+            or any(getattr(p, sums, None) is not None for g in self._groups for p in g.fsdp_params)
+        )
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        contexts = {id(root._comm_ctx): root._comm_ctx for root in self._roots}.values()
+        streams = [getattr(each, name, None) for each in contexts for name in _STREAMS]
+        beside = [each for each in streams if isinstance(each, torch.cuda.Stream)]
+        for each in beside:  # a capture has streams that come from its own, and end in it
+            each.wait_stream(torch.cuda.current_stream())
+        with super().captured():
+            yield
+        for each in beside:
+            torch.cuda.current_stream().wait_stream(each)
 
     def unshard(self) -> None:
         for unit in self._units:

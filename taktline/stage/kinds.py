@@ -17,10 +17,10 @@ import logging
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from itertools import chain, count
+from itertools import chain, count, groupby, pairwise
 from types import FunctionType
 from typing import Any
 
@@ -35,6 +35,8 @@ _log = logging.getLogger("taktline")
 
 _SIZES = 2
 """For how many sizes a kind is compiled with the sizes as constants."""
+_TOGETHER = 4
+"""The most equal modules that are compiled as one."""
 _UNLIKE = 3
 """How many modules of a kind compile for themselves before others get functions of their own."""
 
@@ -51,8 +53,8 @@ running = _Running()
 class _Shared(dict[Any, Callable[..., Any]]):
     """The functions that equal modules share, by the sizes of their arguments."""
 
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
-        self._name, self._options = name, options
+    def __init__(self, name: str, options: dict[str, Any], *, several: bool) -> None:
+        self._name, self._options, self._several = name, options, several
         self.compiling = defaultdict[Any, set[int]](set)
         """The modules for which a function was compiled."""
 
@@ -61,7 +63,8 @@ class _Shared(dict[Any, Callable[..., Any]]):
             return self[None]
         # A new name: torch remembers changed sizes by the name and line of the code.
         name = f"{self._name}_{next(_numbers)}"
-        made = FunctionType(_call.__code__.replace(co_name=name), globals(), name)
+        code = (_call if self._several else _call_one).__code__.replace(co_name=name)
+        made = FunctionType(code, globals(), name)
         self[sizes] = torch.compile(made, **self._options)
         return self[sizes]
 
@@ -71,12 +74,20 @@ _latest: dict[Hashable, _Shared] = {}
 _numbers = count()
 
 
-def _call(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return unit._call_impl(*args, **kwargs)
+def _call(units: Sequence[nn.Module], x: Any, *args: Any, **kwargs: Any) -> Any:
+    for unit in units:
+        x = unit._call_impl(x, *args, **kwargs)
+    return x
+
+
+def _call_one(units: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    return units[0]._call_impl(*args, **kwargs)
 
 
 class CompiledCall:
     """The call of a module, by ``torch.compile`` with these options; ``name`` is for warnings.
+
+    Or of several modules one after the other, which get the same arguments but for the first one.
 
     >>> layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.GELU())
     >>> for layer in layers:
@@ -85,17 +96,19 @@ class CompiledCall:
     'compiled: 3 modules of 2 kinds'
     """
 
-    __slots__ = ("_options", "_shared", "_unit", "eager", "kind", "name")
+    __slots__ = ("_options", "_shared", "eager", "kind", "name", "units")
 
-    def __init__(self, unit: nn.Module, name: str, **options: Any) -> None:
-        self._unit, self.name, self._options = unit, name, options
+    def __init__(self, units: nn.Module | Sequence[nn.Module], name: str, **options: Any) -> None:
+        self.units = (units,) if isinstance(units, nn.Module) else tuple(units)
+        self.name, self._options = name, options
         self._shared: _Shared | None = None
         self.eager = ""
         """Why torch runs a part of it eagerly."""
-        tensors = chain(unit.named_parameters(), unit.named_buffers())
-        shapes = [(name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors]
-        kinds = [(path, type(inner)) for path, inner in unit.named_modules()]
-        self.kind = (*kinds, *shapes, str(options))
+        self.kind = (*map(_kind_of, self.units), str(options))
+
+    def along(self, units: Sequence[nn.Module], name: str) -> CompiledCall:
+        """A call of several modules, compiled in the same way."""
+        return CompiledCall(units, name, **self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; torch compiles what it does not know."""
@@ -105,7 +118,7 @@ class CompiledCall:
             _reasons()
         outer, running.name = running.name, self.name
         try:
-            return function(self._unit, *args, **kwargs)
+            return function(self.units, *args, **kwargs)
         finally:
             running.name = outer
             if _attempts() != _seen["attempts"]:
@@ -116,17 +129,79 @@ class CompiledCall:
         """Share with equal modules, unless those have shown to differ: by numbers in attributes."""
         found = _latest.get(self.kind)
         if found is None or any(len(units) >= _UNLIKE for units in found.compiling.values()):
-            found = _latest[self.kind] = _Shared(type(self._unit).__name__, self._options)
+            name = "_".join(dict.fromkeys(type(unit).__name__ for unit in self.units))
+            found = _latest[self.kind] = _Shared(name, self._options, several=len(self.units) > 1)
         self._shared = found
         return found
 
     def _look(self, reasons: list[str]) -> None:
         """Warn of reasons to run a part eagerly, but for FSDP's hooks, around what is compiled."""
-        if reasons and not self.eager and not hasattr(self._unit, "_get_fsdp_state"):
+        first, *others = self.units
+        if reasons and not self.eager and not hasattr(first, "_get_fsdp_state"):
             text = reasons[0].partition("Hint:")[0].partition("Developer debug")[0]
             self.eager = " ".join(text.split())
-            what = "%s (%s) runs eagerly in part, as torch.compile says: %s"
-            _log.warning(what, self.name, type(self._unit).__name__, self.eager)
+            if not others:  # else they are called one by one from now on, which shows the one
+                what = "%s (%s) runs eagerly in part, as torch.compile says: %s"
+                _log.warning(what, self.name, type(first).__name__, self.eager)
+
+
+def _kind_of(unit: nn.Module) -> Hashable:
+    tensors = chain(unit.named_parameters(), unit.named_buffers())
+    shapes = [(name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors]
+    return (*((path, type(inner)) for path, inner in unit.named_modules()), *shapes)
+
+
+class CompiledChain:
+    """Compiled modules that are called one after the other, several in one call of the compiler.
+
+    Each such call takes time before its first kernel, and operations of neighbours can become one.
+    Of many equal modules a few are compiled together, and shared by the others::
+
+        embed h.0 h.1 h.2             one part
+        embed h.0 h.1 … h.7 norm      embed │ h.0 … h.3 │ h.4 … h.7 │ norm
+    """
+
+    def __init__(self, units: Sequence[nn.Module], names: Sequence[str], where: str) -> None:
+        """The ``units`` have calls that are compiled; ``names`` and ``where`` are for warnings."""
+        self.units = units
+        self.parts = list[CompiledCall]()
+        parts, may_join = list[list[int]](), False
+        for kind, found in groupby(range(len(units)), lambda place: _alike(units[place])):
+            equal = list(found)
+            count = len(equal) if kind is None else -(-len(equal) // _TOGETHER)
+            if count == 1 and kind is not None and may_join and len(parts[-1]) < 2 * _TOGETHER:
+                parts[-1] += equal
+            else:
+                cuts = [len(equal) * number // count for number in range(count + 1)]
+                parts += [equal[begin:end] for begin, end in pairwise(cuts)]
+            may_join = count == 1 and kind is not None
+        self._calls: list[Callable[..., Any]] = []
+        for part in parts:
+            first, name = units[part[0]], f"{where}, {names[part[0]]} to {names[part[-1]]}"
+            call = _call_of(first)
+            if call is not None and len(part) > 1:
+                self.parts.append(call.along([units[place] for place in part], name))
+            self._calls.append(first if len(part) == 1 else self.parts[-1])
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the first one with all arguments, others with the result instead of ``x``."""
+        for call in self._calls:
+            x = call(x, *args, **kwargs)
+        if any(part.eager for part in self.parts):
+            self.parts, self._calls = [], list(self.units)  # which shows the one that breaks
+        return x
+
+
+def _call_of(unit: nn.Module) -> CompiledCall | None:
+    return vars(unit).get("_compiled_call_impl")
+
+
+def _alike(unit: nn.Module) -> Hashable:
+    """The kind of a compiled module; None if it must be called by itself."""
+    call = _call_of(unit)
+    hooked = unit._forward_hooks or unit._forward_pre_hooks or unit._backward_hooks
+    usual = type(unit).__call__ is nn.Module.__call__ and not hooked
+    return call.kind if call is not None and usual and not call.eager else None
 
 
 @cache
@@ -183,5 +258,8 @@ def summary(modules: Iterable[nn.Module]) -> str:
     calls = [own.get(name) for own in owners for name in ("_compiled_call_impl", "forward")]
     found = {call: None for call in calls if isinstance(call, CompiledCall)}
     kinds = counted(len({call.kind for call in found}), "kind")
+    chains = [made for own in owners for made in (own.get("_chains") or {}).values()]
+    joined = sum(len(part.units) - 1 for made in chains for part in made.parts)
+    kinds += f", in {counted(len(found) - joined, 'call')}" * bool(joined)
     partly = [f"\n  {call.name}: eagerly in part, {call.eager}" for call in found if call.eager]
     return "".join([f"compiled: {counted(len(found), 'module')} of {kinds}", *partly] * bool(found))

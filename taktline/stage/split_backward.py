@@ -23,10 +23,13 @@ A compiled block is one node here, and decides itself what to leave out: see ``c
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -408,6 +411,73 @@ add_all = for_all("torch._foreach_add_", torch.Tensor.add_)
 """Adds to many tensors in one call."""
 
 
+_MOST = 16 * 2**20
+"""The most bytes of gradients that wait to be added together."""
+_LAUNCHING = {"cuda"}
+"""The devices on which a small operation takes less time than its launch."""
+
+
+class _Collected(threading.local):
+    """What compiled nodes have found for parameters, if the running backward collects it."""
+
+    sums: dict[torch.Tensor, torch.Tensor] | None = None
+
+    def take(self, node: Node, places: Sequence[int], results: Sequence[Any]) -> Sequence[Any]:
+        """Take the gradients of plain parameters; ``places`` are those of the node's edges."""
+        if (sums := self.sums) is None or len(edges := node.next_functions) != len(places):
+            return results
+        left, users = list(results), Counter[int | None]()
+        for place, (target, _) in zip(places, edges, strict=True):
+            gradient = left[place]
+            if type(target) is not _LEAF or type(gradient) is not torch.Tensor:
+                continue
+            if gradient.nbytes > SMALL or _hooked(leaf := target.variable):
+                continue
+            known = _unhooked.get(key := id(leaf))
+            if known is None or known() is not leaf:
+                if _is_node_hooked(target):
+                    continue
+                _unhooked[key] = ref(leaf, lambda _, key=key: _unhooked.pop(key, None))
+            left[place] = None
+            if leaf in sums:
+                sums[leaf] = sums[leaf] + gradient
+            elif leaf.grad is not None:
+                sums[leaf] = gradient
+            else:  # it becomes .grad, which is changed in place
+                users = users or _users(results)
+                sums[leaf] = gradient.clone() if users[memory_of(gradient)] > 1 else gradient
+        if sum(gradient.nbytes for gradient in sums.values()) > _MOST:
+            self.add()
+        return left
+
+    def add(self) -> None:
+        """Add what was taken."""
+        if self.sums:
+            add_to_grads([*self.sums], [*self.sums.values()])
+            self.sums.clear()
+
+
+collected = _Collected()
+_unhooked: dict[int, ref[torch.Tensor]] = {}
+"""The leaves whose nodes were seen to have no hooks."""
+
+
+def accumulate_all(roots: Sequence[Root], gradients: Sequence[torch.Tensor]) -> None:
+    """Add gradients to the ``.grad`` of all leaves, those of compiled nodes in few operations.
+
+    The engine adds each one by itself: on a GPU, to launch that takes longer than small kernels.
+    """
+    if not gradients or gradients[0].device.type not in _LAUNCHING:
+        accumulate(roots, gradients)
+        return
+    outer, collected.sums = collected.sums, {}
+    try:
+        accumulate(roots, gradients)
+        collected.add()
+    finally:
+        collected.sums = outer
+
+
 def accumulate(
     roots: Sequence[Root], gradients: Sequence[torch.Tensor], inputs: Sequence[Any] = ()
 ) -> None:
@@ -447,12 +517,15 @@ def add_to_grads(weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     """Add to the ``.grad`` of weights; small plain gradients together, in one operation."""
     sums: list[torch.Tensor] = []
     new: list[torch.Tensor] = []
+    users: Counter[int | None] | None = None
     for weight, gradient in zip(weights, gradients, strict=True):
         old = weight.grad
         if gradient is None:
             continue
         if old is None:
-            add_to_grad(weight, gradient, is_shared=_shares(gradient, gradients))
+            users, memory = users or _users(gradients), memory_of(gradient)
+            shared = len(gradients) > 1 and (memory is None or users[None] or users[memory] > 1)
+            add_to_grad(weight, gradient, is_shared=bool(shared))
         elif (
             type(old) is type(gradient) is torch.Tensor
             and not old.requires_grad
@@ -475,11 +548,9 @@ def memory_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _shares(gradient: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Whether another one of the gradients has, or may have, the same memory."""
-    memory = memory_of(gradient)
-    found = [memory_of(other) for other in gradients if other is not None]
-    return len(found) > 1 and (memory is None or None in found or found.count(memory) > 1)
+def _users(values: Iterable[object]) -> Counter[int | None]:
+    """How many of the values have the same memory."""
+    return Counter(memory_of(value) for value in values if isinstance(value, torch.Tensor))
 
 
 def is_own_hook(hook: object) -> bool:

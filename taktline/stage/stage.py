@@ -22,7 +22,7 @@ from taktline.plan.plan import MOST_STAGES
 from taktline.stage.grad_sync import GradSync, sync_of
 from taktline.stage.names import Tie, declared
 from taktline.stage.offload import Activations, copies_on
-from taktline.stage.split_backward import Root, Splitter, accumulate
+from taktline.stage.split_backward import Root, Splitter, accumulate, accumulate_all
 from taktline.stage.streaming import Streamed
 
 Changing: TypeAlias = dict[tuple[bool, ...], list[tuple[nn.Module, str]]]
@@ -133,12 +133,7 @@ class PipelineStage:
     @property
     def may_join(self) -> bool:
         """Whether one full backward may replace I and W: nothing overrides or observes them."""
-        names = ("keep", "backward", "backward_input", "backward_weight")
-        own = all(
-            getattr(getattr(self, name), "__func__", None) is vars(PipelineStage)[name]
-            for name in names
-        )
-        return own and self.dw_builder is None and self.grad_sync is None
+        return is_usual(self) and self.grad_sync is None
 
     def begin(self) -> tuple[bool, ...]:
         """Find the trainable parameters; returns the flags on which the output may depend."""
@@ -171,7 +166,7 @@ class PipelineStage:
         inputs, roots = self._in_flight.pop(microbatch)
         roots, gradients = _reached(roots, gradients)
         if roots:
-            accumulate(roots, gradients)
+            (accumulate if self._sync is not None else accumulate_all)(roots, gradients)
         if self.dw_builder is not None:
             self._weights_function()()
         return [meta.gradient_of(tensor) for tensor in inputs]
@@ -255,6 +250,16 @@ class PipelineStage:
             f"PipelineStage({self.stage_index} of {self.num_stages}, "
             f"{type(self.submod).__name__}, {count:,} parameters, {self.device})"
         )
+
+
+def is_usual(stage: PipelineStage) -> bool:
+    """Whether nothing overrides the backward of a stage."""
+    names = ("keep", "backward", "backward_input", "backward_weight")
+    own = all(
+        getattr(getattr(stage, name), "__func__", None) is vars(PipelineStage)[name]
+        for name in names
+    )
+    return own and stage.dw_builder is None
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:

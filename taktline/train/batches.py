@@ -110,15 +110,28 @@ class SharedLoader:
     (2, [[0, 1, 2, 3], [4, 5]])
     """
 
-    def __init__(self, batches: Iterable[Any] | None, ranks: Ranks, model: ModelState) -> None:
+    def __init__(self, batches: Iterable[Any] | None, pipe: Any) -> None:
         self._batches: Any = batches
-        self._ranks, self._model = ranks, model
-        # Tensor-parallel ranks of a stage need the same batch as well.
-        self._within = [
-            group for name, group in ranks.groups.items() if name not in ranks.data_dims
-        ]
-        self._reads = all(group.rank() == 0 for group in self._within)
-        (self._length,) = self._agreed(lambda: [length_of(_checked(batches))], "the loader")
+        self._pipe = pipe
+        (self._length,) = self._shared(lambda: [length_of(_checked(batches))], "the loader")
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._pipe._built.ranks
+
+    @property
+    def _model(self) -> ModelState:
+        return self._pipe._built.model
+
+    @property
+    def _within(self) -> list[dist.ProcessGroup]:
+        """The groups that get one batch: tensor-parallel ranks of a stage need the same, too."""
+        groups = self._ranks.groups.items()
+        return [group for name, group in groups if name not in self._ranks.data_dims]
+
+    @property
+    def _reads(self) -> bool:
+        return all(group.rank() == 0 for group in self._within)
 
     def __len__(self) -> int:
         length = length_of(self._batches) if self._reads else self._length
@@ -128,15 +141,18 @@ class SharedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         rest: Iterator[Any] | None = None
+        number, reads, start = 0, self._reads, None
+        if self._pipe._elastic is not None:
+            (start,) = self._shared(lambda: [self._randomness()], "the loader")
 
         def read() -> list[Any]:
             nonlocal rest
-            rest = self._begun() if rest is None else rest
+            if rest is None:
+                rest = self._begun() if reads else self._taken_over(start, number)
             return [_plain(batch, self._ranks.device) for batch in islice(rest, 1)]
 
-        number = 0
         try:
-            while batch := self._agreed(read, f"batch {number}"):
+            while batch := self._shared(read, f"batch {number}"):
                 yield batch[0]
                 number += 1
         finally:
@@ -151,6 +167,26 @@ class SharedLoader:
             numbers.load_state_dict(before)
         self._model.loaders, self._model.resumes = self._model.loaders + 1, False
         return found
+
+    def _taken_over(self, start: Any, number: int) -> Iterator[Any]:
+        """Go on after so many batches of a reader that is lost, with its random numbers."""
+        RandomNumbers(self._model).load_state_dict(start[0])
+        for generator, state in zip(self._generators(), start[1], strict=False):
+            generator.set_state(state)
+        found = self._begun()
+        for _ in islice(found, number):
+            pass
+        return found
+
+    def _randomness(self) -> list[Any]:
+        """The state of all random numbers that an order may depend on."""
+        states = [generator.get_state() for generator in self._generators()]
+        return [RandomNumbers(self._model).state_dict(), states]
+
+    def _generators(self) -> list[torch.Generator]:
+        parts = (self._batches, getattr(self._batches, "sampler", None))
+        found = (getattr(part, "generator", None) for part in parts)
+        return [each for each in found if isinstance(each, torch.Generator)]
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the loader that is read, its sampler and its dataset."""
@@ -167,6 +203,21 @@ class SharedLoader:
         """Let the loader go on at a position, on the rank that reads."""
         if self._reads:
             self._batches.load_state_dict(state)
+
+    def _shared(self, read: Callable[[], list[Any]], what: str) -> list[Any]:
+        """What is agreed on; after a loss again, without reading again."""
+        held: list[list[Any]] = []
+
+        def once() -> list[Any]:
+            if not held:
+                held.append(read())
+            return held[0]
+
+        def run() -> list[Any]:
+            held[:] = [self._agreed(once, what)]
+            return held[0]
+
+        return self._pipe._surviving(run)
 
     def _agreed(self, read: Callable[[], list[Any]], what: str) -> list[Any]:
         """What the reading rank reads, on every rank of the replica; an error is raised on them.

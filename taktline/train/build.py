@@ -65,7 +65,10 @@ ScheduleChoice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
 """A name, a file, a plan, or the class of a schedule."""
 
 
-_FLAGS = ("dynamic_shapes", "cuda_graphs", "compile", "measure", "check_finite", "stream_weights")
+_FLAGS = (
+    *("dynamic_shapes", "cuda_graphs", "compile", "measure", "check_finite", "stream_weights"),
+    "elastic",
+)
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(_FLAGS, partial(check, kind=bool)),
     **dict.fromkeys(("loss_fn", "prepare", "on_preempt"), check_callable),
@@ -140,14 +143,14 @@ def _opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
         return schedule
     if isinstance(schedule, type) and issubclass(schedule, Schedule):
         return find(schedule.__name__)
-    if _is_file(schedule):
+    if is_file(schedule):
         return read(schedule)
     if isinstance(schedule, str):
         return find(schedule)
     raise ScheduleError(f"schedule is a name, a plan, a file or a Schedule class, not {schedule!r}")
 
 
-def _is_file(schedule: object) -> TypeGuard[str | os.PathLike[str]]:
+def is_file(schedule: object) -> TypeGuard[str | os.PathLike[str]]:
     if isinstance(schedule, str):
         return schedule.lower().endswith((".csv", ".json"))
     return isinstance(schedule, os.PathLike)
@@ -373,7 +376,7 @@ def _device_of(given: SimpleNamespace) -> torch.device | None:
     return next((device for device in devices if device.type not in ("cpu", "meta")), None)
 
 
-def _plan_of(given: SimpleNamespace, ranks: int) -> Plan:
+def plan_of(given: SimpleNamespace, ranks: int) -> Plan:
     """The plan for so many ranks."""
     schedule, microbatches, stages = _opened(given.schedule), given.microbatches, None
     if given.cuts is not None:
@@ -416,9 +419,9 @@ def _cut(
     for module in [given.model] if given.is_whole else given.model.values():
         require_trainable(module, given.data_parallel)
     cut_already = not given.is_whole or given.cuts is not None or given.measure
-    if _is_file(given.schedule) and not cut_already:
+    if is_file(given.schedule) and not cut_already:
         given.cuts = read_cuts(given.schedule)
-    plan = _plan_of(given, ranks.size)
+    plan = plan_of(given, ranks.size)
     if given.stream_weights:
         require_streams(plan)
     if given.is_own:

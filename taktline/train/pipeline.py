@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,6 +28,7 @@ from taktline.train import parameters, steps
 from taktline.train.adapters import adapted, save_adapters
 from taktline.train.batches import SharedLoader
 from taktline.train.build import Built, Model, Prepare, ScheduleChoice, build, checked, replan
+from taktline.train.elastic import Elastic, Recovery, require_elastic, require_repeatable
 from taktline.train.memory import Memory, memory_of
 from taktline.train.parameters import INSTEAD, Scaler, gathered_state, load_state, own_state
 from taktline.train.preemption import PREEMPTED, Preemption
@@ -99,6 +101,7 @@ class Pipeline:
             once an optimizer has used all gradients; then all end with :attr:`PREEMPTED`.
         timeout: seconds after which a wait for another rank raises an error on all ranks; by
             default that of the process group.
+        elastic: keeps the whole model on every rank, for :meth:`elastic`.
 
     >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -156,12 +159,15 @@ class Pipeline:
         target_chunk_spec: Any = None,
         on_preempt: Callable[[Pipeline], object] | None = None,
         timeout: float | timedelta | None = None,
+        elastic: bool = False,
     ) -> None:
         given = checked(locals())  # all arguments, as nothing else is set yet
         given.loss_fn = loss_fn or steps.loss_in_output
         self._loss_fn, self._turn = loss_fn, Turn("this pipeline")
         self._metrics = Metrics()
         self._preemption = on_preempt and Preemption(on_preempt)
+        self._given = copy.copy(given) if given.elastic else None
+        self._elastic: Elastic | None = None
         self._live: Built | None = build(given)
         if self._preemption is not None:
             self._preemption.listen(self._live)
@@ -213,10 +219,15 @@ class Pipeline:
         options["grad_scale"] = (
             1.0 if scaler is None else parameters.scale(self._built.ranks, scaler)
         )
-        lists = {"losses": losses, "aux_losses": aux_losses}
-        with self._turn:
-            batch = (args, target, options)
-            output, loss = steps.run(self._built, "step", batch, return_outputs, **lists)
+        lists, batch = {"losses": losses, "aux_losses": aux_losses}, (args, target, options)
+
+        def run() -> tuple[Any, torch.Tensor | None]:
+            with self._turn:
+                return steps.run(self._built, "step", batch, return_outputs, **lists)
+
+        if self._elastic is not None:
+            require_repeatable(self._loss_fn, batch, scaler)
+        output, loss = self._surviving(run, steps=True)
         self._metrics.note((*args, *options.values()), loss)
         if self._preemption is not None:
             self._preemption.hear(self._built)
@@ -246,10 +257,13 @@ class Pipeline:
             target, options = steps.with_own_loss(target, options)
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs
-        lists = {"losses": losses, "aux_losses": aux_losses}
-        with self._turn, steps.in_mode(*self.stages.values(), training=False):
-            batch = (args, target, options)
-            output, loss = steps.run(self._built, "eval", batch, wanted, **lists)
+        lists, batch = {"losses": losses, "aux_losses": aux_losses}, (args, target, options)
+
+        def run() -> tuple[Any, torch.Tensor | None]:
+            with self._turn, steps.in_mode(*self.stages.values(), training=False):
+                return steps.run(self._built, "eval", batch, wanted, **lists)
+
+        output, loss = self._surviving(run)
         if self._preemption is not None:
             self._preemption.hear(self._built)
             self._preemption.end_if_agreed(self)
@@ -330,7 +344,7 @@ class Pipeline:
         The first rank of each replica reads, and sends every batch to the others. All ranks call
         this and iterate together; ranks that do not read may pass None.
         """
-        return SharedLoader(batches, self._built.ranks, self._built.model)
+        return SharedLoader(batches, self)
 
     def progress(self, batches: Iterable[T], *, every: int = 10) -> Iterator[T]:
         """Yields the batches, while the first rank prints how training goes; every rank iterates.
@@ -341,7 +355,8 @@ class Pipeline:
                 these steps is traced to measure the bubble.
         """
         check("every", every, int, least=1)
-        return progress(self, batches, every, measured=not self._built.ranks.in_one_process)
+        alone = self._built.ranks.in_one_process
+        return progress(self, batches, every, measured=not alone and self._elastic is None)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a log, those that are known: ``step``, ``loss``, ``step_ms``, ``rows_per_s``
@@ -376,11 +391,10 @@ class Pipeline:
         and the number of micro-batches. Every rank calls it between steps. Returns why the plan
         was chosen, which ``print(pipe)`` shows from then on.
         """
+        self._refuse_in_elastic("replan()")
         with self._turn:
-            self._live = replan(self._built)
-        if self._preemption is not None:
-            self._preemption.listen(self._live)
-        return self._live.choice
+            self._replace(replan(self._built))
+        return self._built.choice
 
     def write_plan(self, path: str | os.PathLike[str]) -> None:
         """Write the plan, and where the model was cut: ``schedule=path`` runs it without a search.
@@ -396,19 +410,21 @@ class Pipeline:
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients of the model, the same on every rank."""
-        return parameters.norm(self._built, norm_type)
+        return self._surviving(lambda: parameters.norm(self._built, norm_type))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the norm of all gradients like ``torch.nn.utils.clip_grad_norm_``; returns it."""
-        return parameters.clip(self._built, max_norm, norm_type, error_if_nonfinite)
+        limits = max_norm, norm_type, error_if_nonfinite
+        return self._surviving(lambda: parameters.clip(self._built, *limits))
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Average gradients over replicas once for all steps in ``with pipe.accumulate():``.
 
         Without it, several steps add up their gradients just as well, but each averages them.
         """
+        self._refuse_in_elastic("accumulate()")
         return self._built.schedule.accumulate()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -462,8 +478,12 @@ class Pipeline:
         """
         model = self._built.model
         if check("gathered", gathered, bool):
-            with self._built.everywhere("state_dict(gathered=True)"):
-                return gathered_state(model, self._built.ranks)
+
+            def run() -> dict[str, torch.Tensor]:
+                with self._built.everywhere("state_dict(gathered=True)"):
+                    return gathered_state(self._built.model, self._built.ranks)
+
+            return self._surviving(run)
         return own_state(model, with_rest=0 in self._built.ranks.own)
 
     def load_state_dict(
@@ -474,6 +494,7 @@ class Pipeline:
         assign: Literal[False] = False,
     ) -> None:
         """Load a state of the whole model, or the part of it for this process."""
+        self._refuse_in_elastic("load_state_dict()")
         load_state(self._built.model, state_dict, strict=strict)
 
     def save(
@@ -506,12 +527,15 @@ class Pipeline:
                 it, and raises its error.
         """
         training = Training(optimizer, scheduler, scaler, data, extra)
-        with self._turn:
-            if self._preemption is not None:
-                self._preemption.place(self._built, training)
-            return saving.save(
-                self._built.model, folder, training, keep=keep, async_save=async_save
-            )
+
+        def run() -> Path:
+            with self._turn:
+                if self._preemption is not None:
+                    self._preemption.place(self._built, training)
+                options = {"keep": keep, "async_save": async_save}
+                return saving.save(self._built.model, folder, training, **options)
+
+        return self._surviving(run)
 
     def load(
         self,
@@ -536,6 +560,7 @@ class Pipeline:
         >>> pipe.load(pipe.save(tempfile.mkdtemp(), extra={"epoch": 3})).extra
         {'epoch': 3}
         """
+        self._refuse_in_elastic("load()")
         training = Training(optimizer, scheduler, scaler, data)
         with self._turn:
             loaded = loading.load(self._built.model, folder, training)
@@ -555,6 +580,58 @@ class Pipeline:
             if (whole := adapted(self._built)) is not None:
                 return save_adapters(self._built, whole, folder)
             pretrained.save_pretrained(self._built.model, folder, max_shard_bytes)
+
+    @contextmanager
+    def elastic(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        every: int = 1,
+        folder: str | os.PathLike[str] | None = None,
+        on_recovery: Callable[[Recovery], object] | None = None,
+    ) -> Iterator[Self]:
+        """Train on after a lost rank, with the others: for a loop inside of ``with``.
+
+        Each rank's state is copied to another rank. When a rank is lost, the others take over its
+        stages, go back to the last state that is whole, repeat the calls since then, and return to
+        the loop. Every rank passes the whole batch to :meth:`step`. See docs/elastic.md.
+
+        Args:
+            optimizer: what changes the parameters, or a list of several.
+            every: after how many updates a state is copied.
+            folder: of saves; the latest is loaded if a rank is lost together with its copy.
+            on_recovery: called with a :class:`Recovery` when the pipeline goes on.
+        """
+        listed = Training(optimizer, None, None, None).optimizers
+        place = None if folder is None else check("folder", folder, Path)
+        require_elastic(self, listed)
+        if not self._built.ranks.in_one_process:
+            self._elastic = Elastic(self, self._given, listed, every, place, on_recovery)
+        try:
+            yield self
+        finally:
+            if self._elastic is not None:
+                self._elastic.close()
+                self._elastic = None
+
+    def _refuse_in_elastic(self, call: str) -> None:
+        if self._elastic is not None:
+            raise UseError(
+                f"{call} cannot be repeated after a loss; call it outside of the block of elastic()"
+            )
+
+    def _surviving(self, run: Callable[[], T], *, steps: bool = False) -> T:
+        """The result of a call that all ranks make, after a loss on those that are left."""
+        if self._elastic is None:
+            return run()
+        return self._elastic.call(run, steps=steps)
+
+    def _replace(self, built: Built) -> None:
+        """Run on other ranks from now on."""
+        built.model.loaders = self._built.model.loaders
+        self._live = built
+        if self._preemption is not None:
+            self._preemption.listen(built)
 
     def reconnect(self) -> None:
         """Make new connections between the same ranks; every rank calls it.
@@ -576,6 +653,9 @@ class Pipeline:
             if self._live is not None:
                 if self._preemption is not None:
                     self._preemption.close()
+                captures = self._live.schedule._runner.captures
+                if captures is not None:  # nccl would wait for graphs with its operations
+                    captures.forget()
                 ranks, self._live = self._live.ranks, None
                 ranks.close()
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet, finalize
 
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
 from taktline.errors import text_of
@@ -37,8 +39,8 @@ from taktline.transport.base import Watched
 from taktline.transport.communicators import default_group
 from taktline.transport.exit_hooks import planes, store_name
 from taktline.transport.links import Network, Ring, trim
-from taktline.transport.news import ENDED, LOST, OUTSIDE, Cause, Verdict, encode
-from taktline.transport.sockets import Address, call, purpose_of, ready
+from taktline.transport.news import ENDED, LOST, OUTSIDE, Cause, Verdict, Vote, encode
+from taktline.transport.sockets import Address, call, pid_of, purpose_of, ready
 
 _TICK_SECONDS, _HURRY_SECONDS = 0.25, 0.05
 """How often running steps are looked at; the second while a member has a verdict."""
@@ -123,6 +125,12 @@ class Plane(Ring):
         """The steps that are running."""
         self.in_company = False
         """Whether pipelines of this process share their work: with replicas, or in parts."""
+        self.numbers = list(range(size))
+        """The processes of the default group, in the order of their ranks in it."""
+        self.generation = 0
+        """The election that has made the world of now; 0: it is as it was started."""
+        self._keeper: Any = None
+        """Closes the plane when the default group is gone."""
         self._pid = os.getpid()
         self._members: WeakSet[Member] = WeakSet()
         self._places: OrderedDict[str, _Place] = OrderedDict()
@@ -143,9 +151,16 @@ class Plane(Ring):
         plane = planes.get(group)
         if plane is None or plane._pid != os.getpid():  # a fork has no thread
             place = (group.rank(), group.size(), store_name())
-            plane = planes[group] = cls(group.get_group_store(), *place)
-            finalize(group, plane.forget).atexit = False
+            plane = cls(group.get_group_store(), *place)
+            plane.serve(group)
         return plane
+
+    def serve(self, group: ProcessGroup) -> None:
+        """Be the plane of a default group, and of an earlier one no more."""
+        if self._keeper is not None:
+            self._keeper.detach()
+        planes[group], self._keeper = self, finalize(group, self.forget)
+        self._keeper.atexit = False
 
     # Groups.
 
@@ -158,7 +173,7 @@ class Plane(Ring):
             member.verdict, member.addresses = None, {}
             member.heard.clear()
             self._members.add(member)
-            if verdict := self._failure or self._at(member.place).verdict:
+            if verdict := self._failure or self._at(member.place).verdict or self._called_away():
                 self._leave([member], verdict)
 
     def leave(self, member: Member) -> None:
@@ -208,6 +223,41 @@ class Plane(Ring):
         found = self._places.setdefault(place, _Place())
         trim(self._places, _PLACES)
         return found
+
+    # Elections.
+
+    def vote(self, vote: Vote) -> None:
+        """Tell all processes with whom this one would go on."""
+        self.send("votes", *vote)
+
+    def await_news(self, seconds: float) -> None:
+        """Wait until something is learned, but not longer."""
+        with self._lock:
+            self._lock.wait(seconds)
+
+    def end(self, process: int) -> None:
+        """End a process that hangs, if it is on this host: it must not go on later."""
+        near = self._near.get(process)
+        with self._lock, suppress(OSError):
+            if near is not None and near.link is not None and (pid := pid_of(near.link.socket)):
+                _log.warning("rank %d hangs, so rank %d ends it", process, self.process)
+                os.kill(pid, signal.SIGKILL)
+
+    def suspects(self) -> set[int]:
+        """The processes that are lost, or did not answer in time, by the verdicts of its groups."""
+        verdicts = [member.verdict for member in list(self._members)]
+        causes = (Cause.LOST, Cause.STALLED)
+        return {each.process for each in verdicts if each is not None and each.cause in causes}
+
+    def _called_away(self) -> Verdict | None:
+        """A verdict if others elect with whom to go on, and this process does not know why."""
+        later = (vote for vote in self.news.votes.values() if vote.round > self.generation)
+        if (vote := next(later, None)) is None:
+            return None
+        lost = [process for process in self.numbers if process not in vote.members]
+        if lost:
+            return Verdict(Cause.LOST, lost[0])
+        return Verdict(Cause.CUT, vote.process, "another rank")
 
     # What processes do.
 
@@ -351,8 +401,14 @@ class Plane(Ring):
                     self._lost.append((now + _GRACE_SECONDS, process))
         elif kind == "came":
             process, place, address = body
-            self._at(place).come[process] = address
+            self._at(place).come[process] = self.addresses[process] = address
             self.news.here.add(process)
+        elif kind == "votes":
+            known = self.news.votes.get(body.process)
+            if known is None or known.number < body.number:
+                self.news.votes[body.process] = body
+            if verdict := self._called_away():
+                self._leave(list(self._members), verdict)
         else:
             verdict, places = body
             for place in map(self._at, places):

@@ -21,6 +21,7 @@ What a rank sends is a frame. Its purpose is in it, so that a mix-up can be repo
 
 from __future__ import annotations
 
+import socket
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -236,11 +237,11 @@ class Distributed(Transport):
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
-        self.processes = dist.get_process_group_ranks(group)
-        """The number of each rank among all processes of the job."""
         self.timeout: timedelta = timeout_of(group)
         """After how long a wait for another rank is given up."""
         self.plane = Plane.current()
+        self.processes = [self.plane.numbers[each] for each in dist.get_process_group_ranks(group)]
+        """The number of each rank among all processes of the job."""
         # Weak, so that a group that the program has dropped is not kept alive.
         self._weak_group = ref(group)
         self._backend = backend_of(group, device)
@@ -248,7 +249,8 @@ class Distributed(Transport):
         self._connections: dict[Channel, Lane | Communicator] = {}
         self._all_gather: AllGather | None = None
         _made[group] = _made.get(group, 0) + 1
-        name = f"{self.processes}/{name_of(group)}/{device.type}/{_made[group]}"
+        world = f"{self.processes}/{self.plane.generation}"
+        name = f"{world}/{name_of(group)}/{device.type}/{_made[group]}"
         self._member = Member(self.processes, name, self._leave)
         self.plane.join(self._member)
 
@@ -265,6 +267,12 @@ class Distributed(Transport):
         """Close the connections of a group that ends."""
         for transport in _known.pop(group, {}).values():
             transport.close()
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """Close the connections of all groups."""
+        for group in list(_known):
+            cls.forget(group)
 
     def close(self) -> None:
         """Close the connections."""
@@ -389,6 +397,21 @@ class Distributed(Transport):
             with ThreadPoolExecutor(count, "taktline connect") as pool:
                 for _ in pool.map(self._connect, new, greetings):
                     pass  # raises its error
+
+    def connect(self, process: int, what: str) -> socket.socket:
+        """A socket to another process, which calls this, too, with the same text; waits block."""
+        self._met()
+        seconds = self.timeout.total_seconds()
+        try:
+            found = self.plane.connect(self._member, process, what, seconds)
+        except PeerFailure as failure:
+            raise self._lost(failure, what) from failure
+        found.settimeout(seconds)
+        return found
+
+    def broken(self, what: str) -> TaktlineError:
+        """The error for a connection that has ended, by the first cause."""
+        return self._first_cause((), what, False)
 
     def _connect_lanes(self, channel: Channel) -> None:
         """Connect this rank and another one by lanes, for every channel between them."""

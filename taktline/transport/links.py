@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +153,8 @@ class Ring:
         self._lock = threading.Condition()
         """Held while anything is written or learned; notified of all that is learned."""
         self._near = {number: _Neighbour() for number in neighbours(process, size)}
+        self.addresses: dict[int, Address] = {}
+        """Where processes are called, as they have said when they came."""
         self._facts: OrderedDict[bytes, None] = OrderedDict()
         """The facts that are known, for neighbours that connect later."""
         self._fresh: list[tuple[bytes, int]] = []
@@ -230,6 +233,8 @@ class Ring:
             else:
                 self._network.probe(address)
         except (OSError, OverflowError, ValueError) as error:  # the latter: no address at all
+            if isinstance(error, ConnectionRefusedError):
+                self.news.refused.add(process)
             if near.address is not None or not address[1]:  # it has ended, see leave_word
                 self._note_gone(process, LOST)
             elif isinstance(error, ConnectionRefusedError):  # or that is an earlier process's
@@ -248,6 +253,23 @@ class Ring:
             if 0 not in self.news.here:
                 self._note_gone(0, LOST)
         return None
+
+    def rewire(self, members: Sequence[int]) -> None:
+        """Be a ring of these processes from now on; the others are left behind."""
+        place, size = members.index(self.process), len(members)
+        with self._lock:
+            near = [members[number] for number in neighbours(place, size)]
+            new = {p: _Neighbour(self.addresses.get(p)) for p in near if p not in self._near}
+            self._near = {**self._near, **new}  # another thread may go through the old one
+            for process, each in self._near.items():
+                if process not in members:
+                    self.news.gone.setdefault(process, LOST)
+                    if each.link is not None:
+                        self._drop(each.link)
+                        each.link = None
+            self.news.forget(members)
+            self._due = 0.0
+        self._wake()
 
     # News. What follows is called with the lock.
 

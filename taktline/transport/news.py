@@ -11,6 +11,7 @@ The others are facts. They stay true, everyone has to know them, and they are pa
     came      that a process has come to the place where a group meets, and its address
     left      that some process has left places because of a verdict, and that verdict
     ask       that a process asks what all are doing: for a while, states are passed on, too
+    votes     with whom a process would go on without those that are lost, see ``election.py``
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 from taktline.checks import conform, read
 from taktline.errors import JsonError, LostRankError, StallError, TaktlineError
 from taktline.transport.exchange import restored
-from taktline.transport.sockets import ADDRESS
+from taktline.transport.sockets import ADDRESS, Address
 
 SILENT_SECONDS = 2.0
 """After how long without a word a process counts as silent: that is four states."""
@@ -118,6 +119,21 @@ class Verdict:
         return LostRankError(text, peer=self.process)
 
 
+class Vote(NamedTuple):
+    """With whom a process would go on."""
+
+    process: int
+    number: int
+    """The last of its votes counts."""
+    round: int
+    """Of the election: each one makes a new world."""
+    members: Sequence[int]
+    dead: Sequence[int]
+    """Those whose processes are known to have ended, so that they cannot go on without it."""
+    store: Address
+    """Where the store of the new world is, if this process is the first in it."""
+
+
 _SHAPES: dict[str, Any] = {
     "hello": ADDRESS,
     "state": (int, int, float, str, bool),
@@ -125,6 +141,7 @@ _SHAPES: dict[str, Any] = {
     "gone": (int, str),
     "came": (int, str, ADDRESS),
     "left": ((str, int, str, str, str), [str]),
+    "votes": (int, int, int, [int], [int], ADDRESS),
 }
 
 
@@ -154,6 +171,9 @@ def decode(message: bytes) -> tuple[str, Any]:
         if cause not in list(Cause):
             raise JsonError(_WHAT, f"nothing is {cause[:40]!r}")
         return kind, (Verdict(Cause(cause), *rest), places)
+    if kind == "votes":
+        *rest, store = body
+        return kind, Vote(*rest, store=tuple(store))
     return kind, tuple(body)
 
 
@@ -186,6 +206,10 @@ class News:
         """The processes that have come."""
         self.gone: dict[int, str] = {}
         """Why processes are not there any more."""
+        self.refused: set[int] = set()
+        """Those that this process has called where nobody listened: they cannot come back."""
+        self.votes: dict[int, Vote] = {}
+        """With whom processes would go on, in the latest election."""
         self.heard: dict[int, Heard] = {}
         self._process, self._now, self._count = process, now, 0
 
@@ -208,6 +232,18 @@ class News:
         self.here.add(said.process)
         self.heard[said.process] = Heard(now - said.age, said, now)
         return known is None or known.came < since
+
+    def dead(self) -> set[int]:
+        """The processes that are known to have ended; others that are gone may only be cut off."""
+        ended = {process for process, how in self.gone.items() if how == ENDED}
+        return ended | self.refused & self.gone.keys()
+
+    def forget(self, members: Iterable[int]) -> None:
+        """Forget all processes but these."""
+        self.here &= set(members)
+        self.heard = {
+            process: heard for process, heard in self.heard.items() if process in self.here
+        }
 
     def unheard(self, processes: Iterable[int], since: float) -> bool:
         """Whether any of these processes has not been heard of since a time."""

@@ -211,9 +211,20 @@ def _is_own_user(connection: socket.socket) -> bool:
     """Whether the other end is of the same user; over TCP that cannot be known."""
     if connection.family != socket.AF_UNIX:
         return True
+    return _peer(connection)[1] == os.geteuid()
+
+
+def pid_of(connection: socket.socket) -> int:
+    """The process at the other end, if that is on this host; 0 if it cannot be known."""
+    if sys.platform != "linux" or connection.family != socket.AF_UNIX:
+        return 0
+    return _peer(connection)[0]
+
+
+def _peer(connection: socket.socket) -> tuple[int, ...]:
+    """The process, the user and the group at the other end."""
     said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", said)
-    return user == os.geteuid()
+    return struct.unpack("3i", said)
 
 
 def _on_host(name: str) -> str:

@@ -33,14 +33,14 @@ SQUARE: Shape = ((2, 2), ("pp", "dp"))
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[Shape, DeviceMesh]] = WeakKeyDictionary()
 
 
-def mesh_of(group: dist.ProcessGroup, shape: Shape = SQUARE) -> DeviceMesh:
+def mesh_of(group: dist.ProcessGroup, shape: Shape = SQUARE, device: str = "cpu") -> DeviceMesh:
     """The four workers as a mesh; made once, since each makes new groups."""
     if group not in _meshes:
         # What was found out on an equal mesh of groups that have ended names those.
         _clear_sharding_prop_cache()
     known = _meshes.setdefault(group, {})
     if shape not in known:
-        known[shape] = init_device_mesh("cpu", shape[0], mesh_dim_names=shape[1])
+        known[shape] = init_device_mesh(device, shape[0], mesh_dim_names=shape[1])
     return known[shape]
 
 
@@ -93,6 +93,7 @@ class Case:
     """Its first dimension is that of the pipeline; a wrapper gets the others."""
     data: tuple[str, ...] = ("dp",)
     """The dimensions whose ranks work on different samples."""
+    device: str = "cpu"
 
     @property
     def stages(self) -> int:
@@ -110,11 +111,12 @@ class Case:
 
 def stage_modules(case: Case) -> list[nn.Sequential]:
     layers = models.make_layers(case.model, 2 * case.stages)
-    return [module.to(case.dtype) for module in models.cut(layers, case.stages)]
+    return [module.to(case.device, case.dtype) for module in models.cut(layers, case.stages)]
 
 
 def batch_of(case: Case, number: int) -> tuple[Tensor, Tensor]:
-    return models.make_batch(case.model, 16, seed=number, dtype=case.dtype)
+    x, target = models.make_batch(case.model, 16, seed=number, dtype=case.dtype)
+    return x.to(case.device), target.to(case.device)
 
 
 def update(parameter: nn.Parameter) -> None:
@@ -190,7 +192,7 @@ class Rank:
         names: Any = tl,
         **options: Any,
     ) -> None:
-        mesh = mesh_of(group, case.mesh)
+        mesh = mesh_of(group, case.mesh, case.device)
         first, *others = case.mesh[1]
         self.case = case
         self.parts, self.replica = 1, 0
@@ -203,7 +205,7 @@ class Rank:
         self.modules = {s: case.wrap(modules[s], inner) for s in mine}
         self.stages = [
             names.PipelineStage(
-                module, s, case.stages, torch.device("cpu"), group=pipeline.get_group()
+                module, s, case.stages, torch.device(case.device), group=pipeline.get_group()
             )
             for s, module in self.modules.items()
         ]

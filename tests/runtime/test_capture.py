@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
@@ -549,6 +550,17 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
     assert "step() with 8 rows in 4 micro-batches: eagerly, ValueError: not here" in str(pair.pipe)
 
 
+def test_a_closed_pipeline_keeps_no_graph() -> None:
+    pair = Pair()
+    pair.settle()
+    captures = pair.pipe._built.schedule._runner.captures
+    assert captures is not None
+    assert captures._entries
+    pair.pipe.close()
+    assert not captures._entries
+    assert not captures._buffers
+
+
 class Odd(Stage):
     fails = False
 
@@ -748,4 +760,90 @@ def test_what_compiles_in_every_step_runs_eagerly(monkeypatch: pytest.MonkeyPatc
     pair = Pair()
     with pytest.warns(UserWarning, match="compiles something new in every step"):
         pair.train(12)
+    assert pair.graphs.log == []
+
+
+# W leaves the gradients of several weights at once. When the first one was taken, those that waited
+# were added, by way of `.grad`: the new ones of the other weights were lost, in each captured
+# schedule that splits its backward over several processes.
+def test_new_gradients_of_several_weights_stay_while_earlier_ones_are_added() -> None:
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    buffers = {weight: torch.zeros(2) for weight in weights}
+    with Adding(weights, buffers).instead() as adding:
+        for number in range(1, 4):
+            for weight in weights:
+                weight.grad = torch.full((2,), float(number))
+            adding.take_all()
+    assert [buffer.tolist() for buffer in buffers.values()] == [[6.0, 6.0]] * 3
+
+
+class Experts(nn.Module):
+    """A mixture of experts; with a capacity each expert gets as many rows, or padding."""
+
+    def __init__(self, capacity: int | None) -> None:
+        super().__init__()
+        self.router, self.capacity = nn.Linear(WIDTH, 3), capacity
+        self.up = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, expert = self.router(x).softmax(-1).max(-1)
+        mine = nn.functional.one_hot(expert, 3)
+        if self.capacity is None:
+            return sum(
+                torch.zeros_like(x).index_put((rows,), (x[rows] @ up) * weight[rows, None])
+                for up, rows in zip(self.up, (each.nonzero()[:, 0] for each in mine.T), strict=True)
+            )  # pyright: ignore[reportReturnType]
+        places = nn.functional.one_hot(((mine.cumsum(0) - 1) * mine).sum(-1), x.size(0))
+        place = mine[:, :, None] * places[:, None, : self.capacity]
+        place = place.to(x.dtype)
+        rows = torch.einsum("rec,rw->ecw", place, x) @ self.up
+        return torch.einsum("rec,ecw->rw", place * weight[:, None, None], rows)
+
+
+class Mixed(Stage):
+    """A stage with experts, which adds the loss that balances them."""
+
+    def __init__(self, capacity: int | None) -> None:
+        super().__init__()
+        self.experts = Experts(capacity)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tl.add_loss(self.experts.router(x).softmax(-1).mean(0).square().sum())
+        return super().forward(x) + self.experts(x)
+
+
+class Strict(Again):
+    """A graph in whose capture nothing may have a size that depends on data."""
+
+    def capture(self, run: Callable[[], None]) -> None:
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                if torch.Tag.dynamic_output_shape in func.tags:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                return func(*args, **(kwargs or {}))
+
+        with Mode():
+            run()
+        super().capture(run)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_experts_with_a_capacity_are_captured(schedule: str) -> None:
+    count = 2 if schedule == "1f1b" else 4
+    pair = Pair(lambda: [Mixed(2) for _ in range(count)], schedule=schedule)
+    pair.graphs.make = Strict
+    pair.settle()
+    pair.train(2)
+
+
+def test_experts_of_any_size_are_refused_by_name() -> None:
+    pair = Pair(lambda: [Stage(), Mixed(None), Stage(), Stage()])
+    pair.graphs.make = Strict
+    pair.train(3)
+    where = r"in 'experts' \(Experts, .*test_capture.py:\d+\)"
+    with pytest.warns(UserWarning, match=rf"stage 1, .* stream is capturing, {where}"):
+        pair.step(seed=3)
+    pair.train(2)
     assert pair.graphs.log == []

@@ -18,6 +18,7 @@ import taktline as tl
 from tests.runtime.test_capture import (
     CHANGES,
     WIDTH,
+    Mixed,
     Pair,
     Scaled,
     Stage,
@@ -408,3 +409,19 @@ def test_compiled_stages(schedule: str) -> None:
         train(pair, rows=rows)
     assert len(re.findall(r"captured.*, [34] replays", str(pair.pipe))) == 3, str(pair.pipe)
     assert f"compiled: {count} modules of 1 kind" in str(pair.pipe)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_experts_with_a_capacity(schedule: str) -> None:
+    pair = on_gpu(lambda: [Mixed(2) for _ in range(4)], schedule=schedule)
+    train(pair)
+    assert is_captured(pair, 4), str(pair.pipe)
+
+
+def test_experts_of_any_size_are_refused_by_name() -> None:
+    pair = on_gpu(lambda: [Stage(), Mixed(None), Stage(), Stage()])
+    for seed in range(3):
+        pair.step(seed=seed)
+    with pytest.warns(UserWarning, match=r"stage 1, .*captur.*, in 'experts' \(Experts, "):
+        pair.step(seed=3)
+    pair.step(seed=4)

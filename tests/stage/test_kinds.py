@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import taktline as tl
-from taktline.stage.kinds import CompiledCall, compilations, summary
+from taktline.stage.kinds import CompiledCall, CompiledChain, compilations, summary
 from tests.stage.compiling import COMPILER_WARNINGS
 
 pytestmark = COMPILER_WARNINGS
@@ -178,4 +179,66 @@ def test_a_deep_model_compiles_as_often_as_a_shallow_one(
         for ours, theirs in zip(layers, plain, strict=True):
             torch.testing.assert_close(ours.linear.weight.grad, theirs.linear.weight.grad)
         assert f"compiled: {depth} modules of 1 kind" in str(pipe)
+        assert ("in 4 calls" in str(pipe)) == (depth == 12)
+        assert "compiled" not in summary(copy.deepcopy([*pipe.stages.values()]))
     assert counts[0] == counts[1]
+
+
+def chain(modules: Sequence[nn.Module], backend: Counting) -> CompiledChain:
+    names = [f"h.{number}" for number in range(len(modules))]
+    return CompiledChain(compiled(modules, backend), names, "stage 0")
+
+
+class Hooked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda *_: None)
+
+
+class Calls(Block):
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args) + 1
+
+
+CHAINS: dict[str, tuple[Callable[[], list[nn.Module]], list[list[int]], int]] = {
+    "few": (lambda: [nn.Linear(4, 4), *blocks(3), nn.Linear(4, 4)], [[0, 1, 2, 3, 4]], 1),
+    "many": (lambda: [nn.Linear(4, 4), *blocks(8), nn.Tanh()], [[1, 2, 3, 4], [5, 6, 7, 8]], 3),
+    "odd": (lambda: blocks(7), [[0, 1, 2], [3, 4, 5, 6]], 2),
+    "hooked": (lambda: [*blocks(2), Hooked(), *blocks(2)], [[0, 1], [3, 4]], 2),
+    "with a call of its own": (lambda: [*blocks(2), Calls()], [[0, 1]], 2),
+}
+
+
+def blocks(count: int) -> list[nn.Module]:
+    return [Block() for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_neighbours_are_compiled_together(name: str) -> None:
+    torch._dynamo.reset()
+    make, parts, count = CHAINS[name]
+    units, backend = make(), Counting()
+    made = chain(units, backend)
+    places = {id(unit): place for place, unit in enumerate(units)}
+    assert [[places[id(unit)] for unit in part.units] for part in made.parts] == parts
+    x = torch.randn(3, 4, requires_grad=True)
+    found, expected = made(x), x
+    for each in units:
+        unit: Any = each
+        expected = unit._call_impl(expected) + (type(unit) is Calls)
+    assert torch.equal(found, expected)
+    assert backend.count == count
+
+
+def test_one_that_runs_eagerly_in_part_is_taken_out_of_its_chain(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch._dynamo.reset()
+    made = chain([Block(), Breaks(), Block()], Counting())
+    x = torch.randn(3, 4)
+    with caplog.at_level(logging.WARNING, "taktline"):
+        for _ in range(3):
+            made(x)
+    assert not made.parts
+    (message,) = [record.message for record in caplog.records if record.name == "taktline"]
+    assert message.startswith("stage 0, h.1 (Breaks) runs eagerly in part")

@@ -17,6 +17,7 @@ import taktline as tl
 from taktline.errors import CheckpointError
 from taktline.runtime.ports import Outgoing
 from taktline.split.auto import record_layers
+from taktline.split.without_data import Fakes
 from taktline.train.weights import require_trainable
 from tests.workers import Workers
 
@@ -279,3 +280,11 @@ def test_quantised_files_are_not_read_in_parts(tmp_path: Path) -> None:
     transformers.LlamaConfig(**SIZES, quantization_config=quantised).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"are quantised, .* pass it to Pipeline"):
         tl.Pipeline.from_pretrained(tmp_path, microbatches=4, ranks=2)
+
+
+def test_quantised_layers_are_recorded_without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up weights would be on the GPU, and what says how to read them still on the CPU."""
+    model = adapted("nf4")
+    monkeypatch.setattr(Fakes, "_run_with_data", lambda *_: pytest.fail("runs with data"))
+    pipe = pipeline(model, ranks=2)
+    assert pipe.step(input_ids=TOKENS, labels=TOKENS) > 0

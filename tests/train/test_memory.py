@@ -46,6 +46,13 @@ def fast_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "speeds", lambda device: (1e9, 1e6))
 
 
+def test_an_example_may_be_part_of_a_batch() -> None:
+    """A view counted as much as the whole batch, so that the first stage seemed to keep it."""
+    whole, part = torch.randn(2, 8), torch.randn(64, 8)[:2]
+    found = [made(example=(each,)).memory() for each in (whole, part)]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("share", [1.0, 0.75, 0.5])
 def test_a_plan_that_fits(share: float) -> None:
     plain, pipe = made(), made(memory=limit(share))

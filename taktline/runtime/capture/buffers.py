@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -17,6 +17,7 @@ from torch import nn
 
 from taktline import pytree
 from taktline.errors import ScheduleError
+from taktline.meta import local
 from taktline.private import for_all
 from taktline.runtime.capture.state import count_users
 from taktline.runtime.microbatch import Batch, Feed
@@ -146,7 +147,7 @@ def make(buffers: Buffers, parameters: Sequence[nn.Parameter]) -> None:
 
 def begin(buffers: Buffers, parameters: Sequence[nn.Parameter]) -> None:
     """Before a replay: gradients that are not there begin at zero; others are copied."""
-    fresh = [buffers[p] for p in parameters if p.grad is None]
+    fresh = [local(buffers[p]) for p in parameters if p.grad is None]
     if fresh:
         _zero_all(fresh)
     for p in parameters:
@@ -201,14 +202,21 @@ class Adding:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], buffers: Mapping[nn.Parameter, torch.Tensor]
+        self,
+        parameters: Sequence[nn.Parameter],
+        buffers: Mapping[nn.Parameter, torch.Tensor],
+        sharded: Collection[nn.Parameter] = (),
     ) -> None:
-        """``buffers`` are those of the parameters that get gradients."""
+        """``buffers`` are those of the parameters that get gradients.
+
+        To those of ``sharded`` ones FSDP adds what it has reduced.
+        """
         self._parameters = [p for p in parameters if p.requires_grad]
+        self._sharded = {p for p in self._parameters if p in sharded and p in buffers}
         self._buffers: dict[torch.Tensor, torch.Tensor] = {**buffers}
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}
         self._bytes = 0
-        self._taken: set[torch.Tensor] = set()
+        self._taken: set[torch.Tensor] = {*self._sharded}
         self.in_turn: Callable[[], AbstractContextManager[None]] = nullcontext
         """The context in which gradients are added."""
 
@@ -223,6 +231,8 @@ class Adding:
         try:
             for parameter in self._parameters:
                 parameter.grad = None
+            for parameter in self._sharded:
+                parameter.grad = self._buffers[parameter]
             yield self
             self.take_all()
             self.add()
@@ -239,24 +249,37 @@ class Adding:
         for parameter in self._parameters:
             self(parameter)
 
+    def put_back(self) -> None:
+        """Let ``.grad`` be what was added up so far, for a reduction; taken after that action."""
+        self.take_all()
+        self.add()
+        for parameter, buffer in self._buffers.items():
+            parameter.grad = buffer
+
     def add(self) -> None:
         """Add all gradients that wait, those of a type together."""
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         with self.in_turn():
             for dtype in dict.fromkeys(gradient.dtype for gradient in waiting.values()):
                 alike = [p for p, gradient in waiting.items() if gradient.dtype == dtype]
+                later = [parameter.grad for parameter in alike]  # may be new ones, yet to be taken
                 for parameter in alike:
                     parameter.grad = self._buffers[parameter]
                 add_to_grads(alike, [waiting[parameter] for parameter in alike])
-                for parameter in alike:
-                    parameter.grad = None
+                for parameter, gradient in zip(alike, later, strict=True):
+                    parameter.grad = gradient
 
     def __call__(self, parameter: torch.Tensor) -> None:
         """Take the gradient of a parameter, if it has one."""
         gradient = parameter.grad
         if gradient is None:
             return
+        buffer = self._buffers.get(parameter)
+        if gradient is buffer and parameter in self._sharded:
+            return
         parameter.grad = None
+        if gradient is buffer:  # it was put back
+            return
         self._taken.add(parameter)
         if parameter not in self._buffers:
             return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +14,15 @@ from torch import nn
 from taktline import pytree
 from taktline.checks import warn
 from taktline.errors import ScheduleError, TaktlineError, text_of
+from taktline.meta import local
+from taktline.plan import Action, Kind
 from taktline.runtime.capture import buffers
 from taktline.runtime.capture.buffers import Adding, Buffers, Static
 from taktline.runtime.capture.cuda import CudaGraphs, Streams, is_loop
 from taktline.runtime.capture.state import State
 from taktline.runtime.program import Program, bind
 from taktline.stage import PipelineStage
+from taktline.stage.grad_sync import GradSync
 from taktline.stage.kinds import compilations
 from taktline.stage.stage import parameters_of
 from taktline.text import counted
@@ -108,6 +113,7 @@ class Captures:
             or _refusal(program)
             or buffers.refusal_of(leaves, self._device)
             or state.refusal
+            or self._held_back()
         )
         if reason is not None:
             self._warn(reason)
@@ -122,9 +128,7 @@ class Captures:
             self._check(entry, state)
         if entry.refusal is None and entry.graph is None:
             if entry.warm < _WARM_UP:
-                gradients = [
-                    (p, p.grad, getattr(p.grad, "_version", 0)) for p in self._parameters()
-                ]
+                gradients = [(p, p.grad, _version_of(p.grad)) for p in self._parameters()]
                 before = State(self._stages, program.binding.loss_fn, deep=True)
                 self._warming = entry, before, gradients, compilations(), program.quickest
                 _rehearse(program, any_order=entry.any_order)
@@ -135,6 +139,8 @@ class Captures:
         entry.static.fill(feed, leaves)
         buffers.begin(self._buffers, entry.touched)
         entry.graph.replay()
+        for sync in self._syncs():
+            sync.replayed()
         entry.static.hand_over(feed)
         entry.replays += 1
         return True
@@ -165,11 +171,13 @@ class Captures:
             return
         entry, before, gradients, compiled, program.quickest = self._warming
         loss_fn, observed = program.binding.loss_fn, program.binding.feed.observed
+        for sync in self._syncs():
+            sync.finish()  # then a stage has its sharded parameters again
         self._warming, after = None, State(self._stages, loss_fn, deep=True)
         entry.touched = [
             p
             for p, gradient, version in gradients
-            if p.grad is not None and (p.grad is not gradient or p.grad._version != version)
+            if p.grad is not None and (p.grad is not gradient or _version_of(p.grad) != version)
         ]
         rehearsed = entry.any_order
         entry.any_order = before.versions == after.versions and not observed
@@ -203,13 +211,28 @@ class Captures:
         binding = replace(program.binding, feed=static.feed, any_order=entry.any_order)
         captured = bind(binding, program.known)
         several = entry.any_order and is_loop([each.action for each in captured.quickest])
+        shards = [each for each in self._stages if each.grad_sync and each.grad_sync.shards]
+        sharded = {p for stage in shards for p in parameters_of(stage.submod)}
+        touched = {*entry.touched}
 
         def run() -> None:
             static.begin()
-            mine = {p: self._buffers[p] for p in entry.touched}
-            with Adding(self._parameters(), mine).instead() as adding:
+            parameters = self._parameters()
+            with ExitStack() as stack:
+                for sync in self._syncs():
+                    stack.enter_context(sync.captured())
+                now = self._parameters()
+                leaves = zip(parameters, now, strict=True)
+                mine = {leaf: self._buffers[p] for p, leaf in leaves if p in touched}
+                adding = stack.enter_context(Adding(now, mine, sharded).instead())
                 streams = Streams(self._device, adding, several=several)
-                captured.run_alone(streams.enter, adding.take_all)
+
+                def before(action: Action) -> None:
+                    streams.enter(action)
+                    if action.kind == Kind.REDUCE_GRAD:
+                        adding.put_back()
+
+                captured.run_alone(before, adding.take_all)
                 streams.join()
                 entry.streams = streams.count
 
@@ -221,7 +244,8 @@ class Captures:
             for stage in self._stages:
                 stage.clear()
             kind = "" if isinstance(error, TaktlineError) else f"{type(error).__name__}: "
-            self._refuse(entry, f"{kind}{text_of(error)}")
+            text = text_of(error).partition("Search for")[0].strip()  # without advice of CUDA
+            self._refuse(entry, f"{kind}{text}{self._place_of(error.__cause__ or error)}")
         changed = state.difference(State(self._stages, program.binding.loss_fn))
         if changed is not None:
             error = ScheduleError(
@@ -230,6 +254,27 @@ class Captures:
             )
             error.recoverable = "restart"
             raise error
+
+    def _place_of(self, error: BaseException) -> str:
+        """The innermost module of a stage in which an error was raised, with the line."""
+        names = {m: name for each in self._stages for name, m in each.submod.named_modules()}
+        trace, found = error.__traceback__, ""
+        while trace is not None:
+            frame, module = trace.tb_frame, trace.tb_frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and names.get(module):
+                where = f"{os.path.relpath(frame.f_code.co_filename)}:{trace.tb_lineno}"
+                found = f", in {names[module]!r} ({type(module).__name__}, {where})"
+            trace = trace.tb_next
+        return found
+
+    def _syncs(self) -> list[GradSync]:
+        return [stage.grad_sync for stage in self._stages if stage.grad_sync is not None]
+
+    def _held_back(self) -> str | None:
+        """Why the reductions of this step cannot be part of a graph; None if they can."""
+        if not any(sync.holds_back for sync in self._syncs()):
+            return None
+        return "gradients add up over several steps before they are reduced over the replicas"
 
     def _parameters(self) -> list[nn.Parameter]:
         return list(dict.fromkeys(p for stage in self._stages for p in parameters_of(stage.submod)))
@@ -252,6 +297,11 @@ class Captures:
         lines = [*map(str, entries)]
         lines += [f"eagerly: {reason}" for reason in self._reasons if reason not in known]
         return "\n  ".join(["CUDA graphs:", *(lines or ["no step has run"])])
+
+
+def _version_of(gradient: torch.Tensor | None) -> int:
+    """How often it was changed in place; FSDP changes what is inside of its DTensors."""
+    return 0 if gradient is None else local(gradient)._version
 
 
 def _rehearse(program: Program, *, any_order: bool) -> None:

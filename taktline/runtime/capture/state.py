@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from taktline.meta import is_sharded, local
 from taktline.private import lacking, missing, private
 from taktline.stage import PipelineStage
 from taktline.stage.split_backward import is_own_hook
-from taktline.stage.stage import parameters_of
+from taktline.stage.stage import is_usual, parameters_of
 
 _OWN = frozenset(vars(nn.Module()))
 """The attributes of every module; what matters of them is looked at by itself."""
+_OF_FSDP = "__composable_api"
+"""How FSDP's attributes of a module begin: they change in each step, as a plan says."""
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _CLOSED = (nn.Module, type, FunctionType, MethodType, ModuleType)
@@ -80,11 +83,7 @@ class State:
         elif self.refusal is None and _count_modes():
             self.refusal = "a mode of PyTorch sees each operation, but none of a replay"
         for root, stage in zip(self._roots, stages, strict=True):
-            if stage.grad_sync is not None:
-                self._refuse(
-                    root, "it is wrapped in DDP or FSDP, which decide in Python what to send"
-                )
-            elif not stage.may_join:
+            if not is_usual(stage):
                 self._refuse(root, "it has a backward of its own, or a dw_builder")
         if (loss := _module_of(loss_fn)) is not None:
             self._roots["loss_fn"] = loss
@@ -132,8 +131,9 @@ class State:
             if _is_hooked(inner):
                 kind = type(inner).__name__
                 self._refuse(root, f"its module {kind} has hooks, which a replay would not call")
-            for name, value in vars(inner).items():
-                if name not in _OWN:
+            own = {} if isinstance(inner, DistributedDataParallel) else vars(inner)
+            for name, value in own.items():
+                if name not in _OWN and not name.startswith(_OF_FSDP):
                     self._add_value(name, value)
             for name, tensor in chain(inner._parameters.items(), inner._buffers.items()):
                 if tensor is None:
@@ -195,4 +195,9 @@ def _is_hooked(module: nn.Module) -> bool:
     if not (forward or before or backward or before_it):
         return False  # most have none
     hooks = chain(forward.values(), before.values(), backward.values(), before_it.values())
-    return not all(map(is_own_hook, hooks))
+    return not all(is_own_hook(hook) or _is_of_fsdp(hook) for hook in hooks)
+
+
+def _is_of_fsdp(hook: object) -> bool:
+    """Whether a hook is FSDP's, which only waits: a plan gathers and reduces."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
