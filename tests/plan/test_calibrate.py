@@ -37,6 +37,8 @@ def test_the_costs_of_a_simulation_are_found_again(data: st.DataObject, plan: Pl
         stages = np.unique(rows.stage[rows.kind == kind])
         expected, actual = (each.of(name, plan.stages)[stages] for each in (known, found))
         np.testing.assert_allclose(actual, expected, atol=1e-9)
+    assert isinstance(found.link, Link)
+    assert isinstance(known.link, Link)
     if len(timeline.messages()[0]):
         assert found.link.latency == pytest.approx(known.link.latency)
     assert found.unit == "ms"
@@ -102,5 +104,6 @@ def test_a_message_that_leaves_late_is_not_slow() -> None:
     apart = plan.with_rows([Rows.of(r.kind, r.stage, r.microbatch) for r in by_rank], plan.level)
     timeline = simulate(apart, Costs(link=Link(latency=0.25)))
     found = Costs.from_timeline(timeline)
+    assert isinstance(found.link, Link)
     assert found.link.latency == pytest.approx(0.25)
     assert simulate(apart, found).makespan == pytest.approx(timeline.makespan)

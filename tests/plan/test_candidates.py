@@ -14,6 +14,7 @@ import pytest
 from taktline.errors import ScheduleError
 from taktline.plan import (
     Costs,
+    Link,
     Placement,
     Plan,
     Timeline,
@@ -122,8 +123,10 @@ def test_a_send_is_a_cost_where_the_next_stage_is_elsewhere() -> None:
     found = units.costs(range(5), Placement.v(2))
     assert found.forward == (1.5, 2.0, 3.5, 1.0)
     assert found.backward_input == (1.2, 3.5, 3.0, 1.5)
+    assert isinstance(found.link, Link)
     assert found.link.bandwidth == pytest.approx(1e6 / 1.5)
     small = Units(TIMES, send=0.5, flight=2.0).costs(range(5), Placement.v(2))
+    assert isinstance(small.link, Link)
     assert (small.link.latency, small.message_bytes) == (1.5, 0.0)
 
 
