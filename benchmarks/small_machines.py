@@ -300,17 +300,19 @@ def quantised(size: Size, device: torch.device) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    options: dict[str, Any] = {"attn_implementation": "eager"}
+    config: Any = transformers.LlamaConfig(
         hidden_size=size.width,
         intermediate_size=4 * size.width,
         num_hidden_layers=size.blocks,
         num_attention_heads=max(2, size.width // 128),
         num_key_value_heads=max(2, size.width // 128),
         vocab_size=4096,
-        attn_implementation="eager",
+        **options,
     )
     with torch.device(device):
-        made = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        made: Any = transformers.LlamaForCausalLM(config)
+        made.to(torch.bfloat16)
     names = [name for name, each in made.model.named_modules() if isinstance(each, nn.Linear)]
     for name in names:
         made.model.set_submodule(name, in_4_bits(made.model.get_submodule(name), size.package))
@@ -438,7 +440,7 @@ def host(rank: int, ranks: int, size: Size, tiny: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     parser.add_argument("--only", choices=SIZES, nargs="*", default=[*SIZES])
     parser.add_argument("--package", choices=("bitsandbytes", "torchao"), help="what quantises")

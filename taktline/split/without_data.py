@@ -226,8 +226,9 @@ def _empty(tensor: torch.Tensor, device: torch.device | str = "meta") -> torch.T
         made = torch.empty(tensor.shape, **options)
     if isinstance(tensor, nn.Parameter):
         found: Any = nn.Parameter(made, tensor.requires_grad)
-        if hasattr(tensor, "quant_state"):  # of bitsandbytes, which says what it stands for
-            found.quant_state = copy.copy(tensor.quant_state)
+        state: Any = getattr(tensor, "quant_state", None)
+        if state is not None:  # of bitsandbytes: what the numbers stand for
+            found.quant_state = copy.copy(state)
         return found
     return made.requires_grad_(tensor.requires_grad)
 

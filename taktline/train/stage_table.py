@@ -69,7 +69,7 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | No
     step reports.
     """
     try:
-        call = arguments_of(example)
+        call = pytree.tree_map_only(torch.Tensor, _alone, arguments_of(example))
         with without_data(modules, (tuple(call[0]), dict(call[1]))) as (copies, (args, kwargs)):
             names = [crossings_of(module) for module in modules]
             # What a first call does beside its work does not count.
@@ -119,6 +119,11 @@ def _needs_of(
         work = (counter.cost, counter.backward_input, counter.backward_weight)
         found.append(StageNeeds(work, kept.total, crosses, given))
     return found
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same without the rest of the batch, if it is part of one."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 class Boundaries(dict[int, tuple[Crossing, ...]]):
