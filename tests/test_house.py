@@ -33,7 +33,7 @@ BUDGETS = {
     "stage": 2_671,
     "transport": 3_853,
     "runtime": 6_063,
-    "train": 5_616,
+    "train": 5_604,
     "checkpoint": 1_850,
     "render": 913,
     "cli": 1_782,

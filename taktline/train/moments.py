@@ -51,7 +51,7 @@ def without_data(modules: Sequence[nn.Module], values: Any) -> Iterator[tuple[li
         return mode.from_tensor(tensor)
 
     def faked(part: torch.Tensor) -> torch.Tensor:
-        return fake(part if part.is_meta else _alone(part).to(here))
+        return fake(part if part.is_meta else part.to(here))
 
     eagerly = torch.compiler.set_stance("force_eager")
     with eagerly, keep_generators([here]), torch.enable_grad(), mode:
@@ -102,11 +102,6 @@ class Live(_Mode):
         self._known[key] = weakref.ref(storage, gone)
         self.now += size
         self.most = max(self.most, self.now)
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same without the rest of the batch, if it is part of one."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 class Saved:
