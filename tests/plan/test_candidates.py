@@ -202,7 +202,7 @@ def test_an_uneven_model() -> None:
 
 
 def test_what_is_measured_decides_as_far_as_one_can_tell() -> None:
-    units = Units(np.ones((4, 8)))
+    units = Units(np.outer([1.0, 2.0, 1.0, 1.0], 1.0 + np.arange(8) % 3))
     found = candidates(units, 2, 4, seconds=1)
     named = [each for each in found if each.plan.name != "optimised"]
     searched = [each for each in found if each.plan.name == "optimised"]
