@@ -30,7 +30,7 @@ def rooms() -> set[str]:
 
 BUDGETS = {
     "plan": 6_722,
-    "stage": 2_671,
+    "stage": 2_602,
     "transport": 3_853,
     "runtime": 6_063,
     "train": 5_604,

@@ -41,7 +41,7 @@ from taktline.runtime.stage_actions import (
 from taktline.side_values import Replay, SideValues, without_skips
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
-from taktline.stage.split_backward import accumulate_all
+from taktline.stage.split_backward import accumulate
 from taktline.stage.stage import parameters_of
 from taktline.transport import Channel
 
@@ -415,9 +415,9 @@ class _Backward:
         self._roots, self._gradients, self._side_values, self.stage = [], [], {}, self._last
         if side_values:
             with Replay(lambda: side_values.get(self.stage) or SideValues(self.stage, {})):
-                uncast(self._device, accumulate_all, roots, gradients)
+                uncast(self._device, accumulate, roots, gradients)
         elif roots:
-            uncast(self._device, accumulate_all, roots, gradients)
+            uncast(self._device, accumulate, roots, gradients)
 
     def _mark(self, stage: int, values: Sequence[Any]) -> None:
         """Hook the nodes of all tensors among some values."""

@@ -31,7 +31,7 @@ from torch import fx, nn
 from taktline.errors import text_of
 from taktline.private import missing, private
 from taktline.stage.kinds import CompiledCall, note_part, running
-from taktline.stage.split_backward import CompiledNode, Pending, add_to_grads, collected
+from taktline.stage.split_backward import CompiledNode, Pending, add_to_grads
 
 _log = logging.getLogger("taktline")
 
@@ -183,7 +183,7 @@ class Backward:
             copied = fx.GraphModule(self._graph, deepcopy(self._graph.graph))
             note_part()
             self._whole = self._compiles(copied, self._example, range(len(self._example)))
-        return collected.take(_current_node(), self._edges, self._whole(arguments))
+        return self._whole(arguments)
 
     def _divided(self, later: Collection[int]) -> tuple[Halves, Call, Call] | None:
         """The two halves, and each of them compiled; None, and a warning, if that fails."""

@@ -23,13 +23,11 @@ A compiled block is one node here, and decides itself what to leave out: see ``c
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
-from weakref import ref
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -409,73 +407,6 @@ _engine = private("torch.autograd.Variable._execution_engine", "a quick backward
 
 add_all = for_all("torch._foreach_add_", torch.Tensor.add_)
 """Adds to many tensors in one call."""
-
-
-_MOST = 16 * 2**20
-"""The most bytes of gradients that wait to be added together."""
-_LAUNCHING = {"cuda"}
-"""The devices on which a small operation takes less time than its launch."""
-
-
-class _Collected(threading.local):
-    """What compiled nodes have found for parameters, if the running backward collects it."""
-
-    sums: dict[torch.Tensor, torch.Tensor] | None = None
-
-    def take(self, node: Node, places: Sequence[int], results: Sequence[Any]) -> Sequence[Any]:
-        """Take the gradients of plain parameters; ``places`` are those of the node's edges."""
-        if (sums := self.sums) is None or len(edges := node.next_functions) != len(places):
-            return results
-        left, users = list(results), Counter[int | None]()
-        for place, (target, _) in zip(places, edges, strict=True):
-            gradient = left[place]
-            if type(target) is not _LEAF or type(gradient) is not torch.Tensor:
-                continue
-            if gradient.nbytes > SMALL or _hooked(leaf := target.variable):
-                continue
-            known = _unhooked.get(key := id(leaf))
-            if known is None or known() is not leaf:
-                if _is_node_hooked(target):
-                    continue
-                _unhooked[key] = ref(leaf, lambda _, key=key: _unhooked.pop(key, None))
-            left[place] = None
-            if leaf in sums:
-                sums[leaf] = sums[leaf] + gradient
-            elif leaf.grad is not None:
-                sums[leaf] = gradient
-            else:  # it becomes .grad, which is changed in place
-                users = users or _users(results)
-                sums[leaf] = gradient.clone() if users[memory_of(gradient)] > 1 else gradient
-        if sum(gradient.nbytes for gradient in sums.values()) > _MOST:
-            self.add()
-        return left
-
-    def add(self) -> None:
-        """Add what was taken."""
-        if self.sums:
-            add_to_grads([*self.sums], [*self.sums.values()])
-            self.sums.clear()
-
-
-collected = _Collected()
-_unhooked: dict[int, ref[torch.Tensor]] = {}
-"""The leaves whose nodes were seen to have no hooks."""
-
-
-def accumulate_all(roots: Sequence[Root], gradients: Sequence[torch.Tensor]) -> None:
-    """Add gradients to the ``.grad`` of all leaves, those of compiled nodes in few operations.
-
-    The engine adds each one by itself: on a GPU, to launch that takes longer than small kernels.
-    """
-    if not gradients or gradients[0].device.type not in _LAUNCHING:
-        accumulate(roots, gradients)
-        return
-    outer, collected.sums = collected.sums, {}
-    try:
-        accumulate(roots, gradients)
-        collected.add()
-    finally:
-        collected.sums = outer
 
 
 def accumulate(

@@ -22,7 +22,7 @@ from taktline.plan.plan import MOST_STAGES
 from taktline.stage.grad_sync import GradSync, sync_of
 from taktline.stage.names import Tie, declared
 from taktline.stage.offload import Activations, copies_on
-from taktline.stage.split_backward import Root, Splitter, accumulate, accumulate_all
+from taktline.stage.split_backward import Root, Splitter, accumulate
 from taktline.stage.streaming import Streamed
 
 Changing: TypeAlias = dict[tuple[bool, ...], list[tuple[nn.Module, str]]]
@@ -166,7 +166,7 @@ class PipelineStage:
         inputs, roots = self._in_flight.pop(microbatch)
         roots, gradients = _reached(roots, gradients)
         if roots:
-            (accumulate if self._sync is not None else accumulate_all)(roots, gradients)
+            accumulate(roots, gradients)
         if self.dw_builder is not None:
             self._weights_function()()
         return [meta.gradient_of(tensor) for tensor in inputs]

@@ -15,9 +15,8 @@ from torch._inductor import config as inductor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import taktline as tl
-from taktline.stage import split_backward
 from taktline.stage.compiled import Halves, Undivided, divide
-from taktline.stage.split_backward import Pending, Splitter, accumulate_all
+from taktline.stage.split_backward import Pending, Splitter
 from tests.stage.compiling import (
     COMPILER_WARNINGS,
     aot,
@@ -311,54 +310,3 @@ def test_pipeline_with_inductor(cuts: bool) -> None:
     assert done == [2] * 4
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-def gradients_of(module: nn.Module, *, together: bool) -> list[Tensor | None]:
-    """Those of three micro-batches; the inputs of all are kept."""
-    torch.manual_seed(0)
-    inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(3)]
-    for x in inputs:
-        output = module(x)
-        gradient = torch.randn(output.shape)
-        if together:
-            accumulate_all([output], [gradient])
-        else:
-            output.backward(gradient)
-    return [tensor.grad for tensor in (*inputs, *module.parameters()) if tensor.requires_grad]
-
-
-@pytest.mark.parametrize("name", SAME_GRADIENT)
-def test_gradients_of_compiled_modules_are_added_together(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(split_backward, "_LAUNCHING", {"cpu"})
-    if name == "in a sum":
-        monkeypatch.setattr(split_backward, "_MOST", 0)
-    taken: list[int] = []
-    add = split_backward.add_to_grads
-    monkeypatch.setattr(
-        split_backward, "add_to_grads", lambda a, b: (taken.append(len(a)), add(a, b))
-    )
-    torch.manual_seed(0)
-    module = Alike(SAME_GRADIENT[name])
-    other = copy.deepcopy(module)
-    ours = gradients_of(compiled(module), together=True)
-    theirs = gradients_of(compiled(other), together=False)
-    assert len(taken) == 3
-    assert all(taken)
-    for mine, wanted in zip(ours, theirs, strict=True):
-        assert (mine is None) == (wanted is None)
-        assert mine is None or wanted is None or torch.equal(mine, wanted)
-
-
-def test_a_hook_is_called_where_gradients_are_added_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(split_backward, "_LAUNCHING", {"cpu"})
-    module, seen = nn.Linear(4, 4), list[torch.Size]()
-    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
-    node: Any = module.bias.expand_as(module.bias).grad_fn
-    node = node.next_functions[0][0]
-    node.register_prehook(lambda gradients: seen.append(gradients[0].shape))
-    gradients_of(compiled(module), together=True)
-    assert sorted(seen) == [torch.Size([4])] * 3 + [torch.Size([4, 4])] * 3
