@@ -267,7 +267,7 @@ class Elastic:
     def _recover(self, error: TaktlineError) -> None:
         """Go back to the state before the interrupted call, on the ranks that are left."""
         began, reason, lost = time.monotonic(), str(error), list[int]()
-        _log.warning("%s", reason)
+        _log.warning("%s", reason.removesuffix("; restart all ranks"))
         options = [_options(each) for each in self._training.optimizers]
         random = self._random.state_dict()
         self._repeats = True
