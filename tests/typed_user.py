@@ -18,7 +18,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def wanted(name: str, module: nn.Module) -> bool:
-    return isinstance(module, nn.Tanh)
+    return isinstance(module, nn.Linear)
 
 
 def compare(names: list[str]) -> dict[str, float]:

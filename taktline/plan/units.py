@@ -246,7 +246,8 @@ def _without_gaps(spent: Sequence[FloatArray], gap: float, slower: float) -> Flo
     found: list[float] = []
     for each, mean in zip(spent, _means(spent).tolist(), strict=True):
         gaps = np.rint((each - mean / slower) / gap)
-        found.append(float(np.median(each - gaps * gap)) if len(each) else math.nan)
+        rest = np.maximum(each - gaps * gap, 0.0)  # gaps vary, and leave less than nothing
+        found.append(float(np.median(rest)) if len(each) else math.nan)
     return np.array(found)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ import taktline as tl
 from taktline.errors import UseError
 from taktline.train import elastic
 from taktline.train.mirrors import free_memory
+from taktline.transport.election import LeftBehindError, elect
+from taktline.transport.news import ENDED, LOST, News, Vote
+from taktline.transport.sockets import NOWHERE
 from tests.elastic.job import Outcome, run
 from tests.elastic.worker import Job, Strike, plain
 from tests.workers import Workers
@@ -83,16 +88,52 @@ def test_another_rank_reads_the_same_batches() -> None:
     survived(Job(4, 12, strikes, loads=True), [3])
 
 
-@pytest.mark.processes
-def test_the_smaller_part_of_a_cut_network_ends() -> None:
-    sides = ((0, 2), (1, 3, 4))  # who keeps whose copy: the next rank
-    strikes = tuple(Strike("part", r, 2, "between", side=side) for side in sides for r in side)
-    outcome = survived(Job(5, 5, strikes), sides[1])
-    for rank in sides[0]:
-        assert outcome.told[rank].error.startswith(
-            "LeftBehindError: of the ranks [0, 1, 2, 3, 4], only [0, 2] can reach each other, and "
-            "[1, 3, 4] may live: without a majority they must not go on, so they end"
-        )
+class Parted:
+    """The control plane of one part of a cut network, in which all have voted for each other."""
+
+    generation = 0
+
+    def __init__(self, process: int, part: list[int], dead: list[int]) -> None:
+        self.process, self.numbers = process, [0, 1, 2, 3, 4]
+        self.news = News(process, time.monotonic)
+        self.news.gone = {each: LOST for each in self.numbers if each not in part}
+        self.news.gone |= dict.fromkeys(dead, ENDED)
+        self.news.votes = {each: Vote(each, 1, 1, part, dead, NOWHERE) for each in part}
+
+    def vote(self, vote: Vote) -> None:
+        self.news.votes[vote.process] = vote
+
+    def end(self, process: int) -> None:
+        """They are on other hosts."""
+
+    def await_news(self, seconds: float) -> None:
+        """There is none."""
+
+
+@pytest.mark.parametrize(
+    ("part", "dead", "goes_on"),
+    [
+        ([1, 3, 4], [], True),
+        ([0, 2], [], False),
+        ([0, 2], [1], True),  # a half, with the first of those that may live
+        ([2, 3], [1], False),
+        ([3], [0, 1, 2, 4], True),
+    ],
+)
+def test_of_a_cut_network_the_part_with_the_majority_goes_on(
+    part: list[int], dead: list[int], goes_on: bool
+) -> None:
+    plane: Any = Parted(part[0], part, dead)
+    if goes_on:
+        assert [vote.process for vote in elect(plane, [], lambda: NOWHERE, 1.0)] == part
+        return
+    with pytest.raises(LeftBehindError) as raised:
+        elect(plane, [], lambda: NOWHERE, 1.0)
+    others = [each for each in plane.numbers if each not in part]
+    assert str(raised.value).startswith(
+        f"of the ranks [0, 1, 2, 3, 4], only {part} can reach each other, and {others} may live: "
+        "without a majority they must not go on, so they end"
+    )
 
 
 BOTH = (Strike("kill", 1, 3, "between"), Strike("kill", 2, 3, "between"))

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from errno import EHOSTUNREACH
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import taktline as tl
 from taktline.transport.control_plane import Plane
-from taktline.transport.links import Network
 from tests.settled import settle
 
 WIDTH, ROWS, PARTS = 8, 8, 4
@@ -32,7 +30,7 @@ class Strike:
     """What befalls a rank: how, before which step has ended, and where."""
 
     how: str
-    """kill, stop, cut, or part: the network between this rank and those of other numbers."""
+    """kill, stop, or cut: a connection to another rank."""
     rank: int
     """By its number at the start."""
     step: int
@@ -186,8 +184,6 @@ def hit(phase: str) -> None:
 
 def _strike(strike: Strike) -> None:
     how = strike.how
-    if how == "part":
-        return _part(strike.side)
     if how == "cut":
         for transport in _now["pipe"]._built.ranks.distributed:
             for connection in list(transport._connections.values())[:1]:
@@ -196,38 +192,6 @@ def _strike(strike: Strike) -> None:
     with suppress(OSError):
         _now["cut"].send(("struck", time.monotonic()))
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-
-
-def _part(side: tuple[int, ...]) -> None:
-    """Reach nobody but some any more, as if a cable between two hosts was cut."""
-    plane = Plane.current()
-    far = {process for process in plane.numbers if process not in side}
-    places = {plane.addresses[process] for process in far}
-
-    class Parted(Network):
-        def call(self, address: Any, process: int) -> Any:
-            if address in places:
-                raise OSError(EHOSTUNREACH, "parted")
-            return super().call(address, process)
-
-        def probe(self, address: Any) -> None:
-            if address in places:
-                raise OSError(EHOSTUNREACH, "parted")
-            super().probe(address)
-
-    plane._network = Parted()
-    with plane._lock:
-        for process, near in plane._near.items():
-            if process in far and near.link is not None:
-                plane._drop(near.link)
-                near.link = None
-    for transport in _now["pipe"]._built.ranks.distributed:
-        for channel, connection in list(transport._connections.items()):
-            if far & {channel.sender, channel.receiver}:
-                connection.shut()
-        for peer, lane in transport._all_gather._lanes.items():
-            if peer in far:
-                lane.shut()
 
 
 def train(rank: int, job: Job) -> Told:

@@ -96,6 +96,21 @@ def test_whether_waits_spin_is_measured() -> None:
     assert not measured(*spinning_steps(times), local=True).spinning
 
 
+def test_turns_that_vary() -> None:
+    """Where noise looks like turns, what actions have to do is nothing, and not less."""
+    times = TIMES.copy()
+    times[1] = times[2] + times[3]
+    alone, together = spinning_steps(times)
+    for seed in range(50):
+        draw = np.random.default_rng(seed)
+        noisy = [
+            replace(each, end=each.end + draw.exponential(30.0, n) * (draw.random(n) < 0.3))
+            for each in (*alone, *together)
+            for n in [len(each.end)]
+        ]
+        assert np.nanmin(measured(noisy[:1], noisy[1:]).times) >= 0
+
+
 def test_turns_on_a_gpu() -> None:
     """Turns of 2, and gaps of 6: what has 3 to do takes 9 or 15, and alone always 9."""
     none = np.zeros(0)

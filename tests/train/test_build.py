@@ -97,7 +97,7 @@ def test_what_a_forward_keeps() -> None:
     needs = measure(stages, (torch.ones(2, 4),))
     # Of the first stage its input and its output; weights are there anyway.
     first, second = (("output", "float32", (2, size), 4 * 2 * size) for size in (8, 2))
-    assert needs == [
+    assert [need[:3] for need in needs or ()] == [
         ((2 * 2 * 4 * 8 + 16 * (64 + 32) + 200_000,) * 3, 32 + 64, (first,)),
         ((2 * 2 * 8 * 2 + 16 * 38 + 100_000,) * 3, 64, (second,)),
     ]
@@ -105,7 +105,7 @@ def test_what_a_forward_keeps() -> None:
 
 
 def test_the_table_says_that_it_does_not_know_what_prepare_does() -> None:
-    note = "peak: activations of a rank; all before prepare= and checkpoint="
+    note = "AdamW, messages; all before prepare= and checkpoint="
     assert note not in str(pipeline(Layers()))
     assert str(pipeline(Layers(), prepare=lambda module, stage: module)).endswith(note)
 

@@ -211,7 +211,8 @@ def test_dropout_is_drawn_anew_in_each_step_and_alike_with_a_seed() -> None:
 def test_what_it_prints() -> None:
     lines = str(pipeline()).splitlines()
     assert lines[0] == "Pipeline(1f1b on 2 ranks (in one process): 2 stages, 4 micro-batches, cpu)"
-    assert lines[1].split() == ["rank", "stage", "layers", "parameters", "sends", "keeps", "peak"]
+    columns = ["rank", "stage", "layers", "parameters", "sends", "keeps", "peak", "total"]
+    assert lines[1].split() == columns
     assert lines[2].split()[:6] == ["0", "0", "embed–blocks.1", "696", "320", "B"]
     assert lines[3].split()[:4] == ["1", "1", "blocks.2–head", "696"]
     assert lines[4].startswith("predicted bubble 2")
